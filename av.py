@@ -1,0 +1,862 @@
+# SPDX-License-Identifier: MIT
+"""Adaptive verification for speculative decoding, without a confidence head, in one file.
+
+A cheap drafter q proposes K tokens per request, the target p checks them in one pass, and rejection
+sampling keeps the output distributed exactly as the target alone. In a large batch each checked
+token costs real time. So each step verifies only the drafts that are worth their price: a logistic
+regression on one number, logit(q_max), fitted online, says how likely each draft is to be accepted,
+and measured costs say how many drafts over the whole batch are worth sending to the target.
+
+Read in this order: `Decoder.step` (one step, numbered), `verify` (the lossless rule),
+`AcceptanceEstimator` (the contribution), `draft_budget` and `trim`, then the machinery.
+
+Glossary        here                     papers (p, q swapped in some)        vLLM
+  p             the TARGET's law         p                                    target_probs
+  q             the DRAFTER's law        q, the law each draft was drawn from draft_probs
+  K             num_speculative_tokens   gamma, K                             num_speculative_tokens
+  confidence    c_i = P(draft i accepted | all before it were) = sigmoid(w f_i + b_i)
+  survival      s_i = c_1 ... c_i        acceptance probability of a prefix
+  draft budget  drafts sent to the target in one step, over all requests
+  bonus token   the one extra token that every request gets in every step
+Sizes: B requests in the batch, K draft positions, V vocabulary, T packed query tokens.
+
+    accept x_i        with probability min(1, p(x_i) / q(x_i)), else emit from norm(max(0, p - q))
+    feature           f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
+    fit               Newton steps on the log-loss of sigmoid(w f_i + b_i), sums kept per round
+    budget            argmax_b (B + sum of the b best survivals) / (draft ms + verify ms of B + b)
+
+Does not include: trees of drafts, per-request sampling settings, paged memory, CUDA graphs, several
+devices, models with recurrent state. One process, one device, not thread-safe per model. Where to go
+next: vLLM, `vllm/v1/worker/gpu/spec_decode/{acceptance_estimator,adaptive_verification}.py`.
+"""
+import contextlib
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Callable, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+# ---------------------------------------------------------------------------------------------
+# 1. Sampling: logits -> probabilities -> token. Every law in this file is one of these rows.
+
+
+def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Logits (..., V) to the float32 probabilities they are sampled with, (..., V).
+
+    Temperature, then top-k (0: off), then top-p, as transformers and vLLM order them; tokens that
+    tie with the last one kept are kept. Temperature 0 is the one-hot case of the same law.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    probs = _temper(logits, temperature).softmax(-1)
+    if 0 < top_k < probs.shape[-1]:
+        floor = probs.topk(top_k).values[..., -1:]
+        probs = probs.where(probs >= floor, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    if top_p < 1:
+        probs = probs.where(probs >= _nucleus_floor(probs, top_p), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def _temper(logits, temperature):
+    # The maximum goes first: a tiny temperature then underflows to exp(-inf) = 0, never inf - inf.
+    return (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+
+
+def _nucleus_floor(probs, top_p, k=64):
+    """Smallest probability inside the top-p nucleus, (..., 1): the threshold without a full sort."""
+    k = min(k, probs.shape[-1]) if probs.is_cpu else probs.shape[-1]  # a second look needs a host
+    top = probs.topk(k).values  # (..., k), descending
+    inside = top.cumsum(-1) - top < top_p
+    floor = top.masked_fill(~inside, 1.0).amin(-1, keepdim=True)
+    if k < probs.shape[-1] and (short := inside[..., -1] & (top.sum(-1) < top_p)).any():
+        floor[short] = _nucleus_floor(probs[short], top_p, 8 * k)  # only the rows k did not cover
+    return floor
+
+
+def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One draw per row from unnormalised probabilities (..., V) -> (...,), without a host read-back.
+
+    Inverse CDF in float64: one uniform per row instead of V exponentials, and a token of probability
+    0 is never drawn (`right=True` steps over flat pieces of the CDF).
+    """
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    u = torch.rand(*probs.shape[:-1], 1, dtype=torch.float64, device=probs.device, generator=generator)
+    total = cdf[..., -1:]
+    point = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, point, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+
+
+# ---------------------------------------------------------------------------------------------
+# 2. The lossless accept rule (Leviathan et al. 2023, algorithm 1; vLLM rejection_sampler).
+
+
+def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
+           generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Accept a prefix of each request's verified drafts and draw the token that follows it.
+
+    p: (T, V), T = B + sum(num_verified): the target rows of request 0, then of request 1, ...; row i
+    of a request is the law of its draft i, the row after its last verified draft that of the bonus.
+    q: (B, K, V), row i is to the bit the law drafts[:, i] was drawn from; drafts (B, K);
+    num_verified (B,), decided without looking at the drafts it decides about.
+    Returns accepted (B,) in 0..num_verified and next_tokens (B,).
+    """
+    B, K = drafts.shape
+    request = torch.arange(B, device=p.device)
+    first = (num_verified + 1).cumsum(0) - (num_verified + 1)  # (B,) p row of the first draft
+    position = torch.arange(K, device=p.device)
+    rows = (first[:, None] + position).clamp(max=len(p) - 1)  # (B, K)
+    p_x = p[rows, drafts]  # (B, K)
+    q_x = q.gather(2, drafts[..., None]).squeeze(2)  # (B, K)
+    u = torch.rand(B, K, device=p.device, dtype=torch.float64, generator=generator)
+    # LOSSLESS: u < p/q, written without the division so that p(x) = 0 never passes, even at u = 0.
+    accept = (u * q_x < p_x) & (position < num_verified[:, None])
+    accepted = accept.long().cumprod(1).sum(1)  # (B,) up to the first rejection
+    # subtle: the next token comes from row `accepted`, whichever draft was rejected there or none.
+    p_next = p[first + accepted]  # (B, V)
+    rejected = (accepted < num_verified)[:, None]
+    q_next = q[request, accepted.clamp(max=K - 1)] * rejected if K else torch.zeros_like(p_next)
+    residual = (p_next - q_next).clamp(min=0)
+    # subtle: rounding can leave a residual of zero mass (p = q); its limit is p itself.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    return accepted, sample(residual, generator)
+
+
+# ---------------------------------------------------------------------------------------------
+# 3. The acceptance estimator (vLLM acceptance_estimator.py, OnlineAcceptanceEstimator).
+
+
+def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-odds of the drafter's most likely token, (..., V) -> (...,), clamped to +-10.
+
+    LOSSLESS: reads the law, never the drawn token. Taken before top-k and top-p, which often leave
+    one token (q_max = 1, no information); temperature 0 uses the unscaled logits. As the maximum
+    minus the logsumexp of the others it does not overflow when q_max -> 1.
+    """
+    scaled = _temper(logits.float(), temperature or 1.0)
+    others = scaled.scatter(-1, scaled.argmax(-1, keepdim=True), -torch.inf)
+    return others.logsumexp(-1).neg().clamp(-10.0, 10.0)
+
+
+class AcceptanceEstimator:
+    """logit P(draft i accepted) = slope * logit(q_max) + intercepts[i], fitted while serving.
+
+    One slope for all positions, one intercept each: K + 1 parameters, O(K^2) state, float64. One
+    estimator per pair and sampling setting. Defaults are vLLM's (the median of five pairs).
+
+    num_speculative_tokens: K >= 1. refit_every: N, decode steps per round. ridge: pull towards the
+    starting point, in units of labels. damping: labels at which a coefficient takes half its step.
+    """
+
+    MIN_CURVATURE = 0.05
+
+    def __init__(self, num_speculative_tokens: int, *, refit_every: int = 100, ridge: float = 1e-3,
+                 damping: float = 50.0, slope: float = 0.5, intercept: float = -0.2, device="cpu"):
+        for name, value, ok in [("num_speculative_tokens", num_speculative_tokens, 1),
+                                ("refit_every", refit_every, 1), ("ridge", ridge, 1e-12),
+                                ("damping", damping, 0), ("slope", slope, 0)]:
+            if not ok <= value < np.inf:
+                raise ValueError(f"{name} must be at least {ok}, got {value}")
+        K = num_speculative_tokens
+        self.num_speculative_tokens, self.refit_every = K, refit_every
+        self.ridge, self.damping = ridge, damping
+        self.start = torch.full((K + 1,), float(intercept), dtype=torch.float64, device=device)
+        self.start[0] = slope
+        self.theta = self.start.clone()  # (K+1,) slope, then one intercept per position
+        self.steps = 0
+        self._clear()
+
+    def _clear(self):
+        K1 = self.num_speculative_tokens + 1
+        self.hessian = self.theta.new_zeros(K1, K1)  # an arrowhead: dense first row and column
+        self.gradient = self.theta.new_zeros(K1)
+        self.counts = self.theta.new_zeros(K1)  # labels of the round: all, then per position
+
+    @property
+    def slope(self) -> float:
+        return self.theta[0].item()
+
+    @property
+    def intercepts(self) -> list[float]:
+        return self.theta[1:].tolist()
+
+    def predict(self, features: Tensor, position: int | slice = slice(None)) -> Tensor:
+        """Confidence of features (..., K), or (...,) at one position; float64, same shape."""
+        return torch.sigmoid(self.theta[0] * features + self.theta[1:][position])
+
+    def observe(self, features: Tensor, num_verified: Tensor, accepted: Tensor) -> None:
+        """Add one step's labels: features (B, K), num_verified (B,), accepted (B,). Refits each N.
+
+        A position has a label iff it was verified and all before it were accepted: the first
+        rejection is the last label, and what was not verified has none (which is not label 0).
+        """
+        B, K = features.shape
+        position = torch.arange(K, device=features.device)
+        labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])  # (B, K)
+        label = (position < accepted[:, None]).double()
+        confidence = self.predict(features)
+        one_hot = torch.eye(K, dtype=torch.float64, device=features.device).expand(B, K, K)
+        x = torch.cat([features.double()[..., None], one_hot], -1)  # (B, K, K+1)
+        x = x * labelled[..., None]
+        # subtle: a label that was all but certain has no curvature, yet a full residual if it fails;
+        # one such surprise would move an intercept by hundreds. So curvature has a floor.
+        curvature = (confidence * (1 - confidence)).clamp(min=self.MIN_CURVATURE)
+        self.hessian += torch.einsum("bki,bkj,bk->ij", x, x, curvature)
+        self.gradient += torch.einsum("bki,bk->i", x, confidence - label)
+        self.counts += torch.cat([labelled.sum()[None], labelled.sum(0)])
+        self.steps += 1
+        if self.steps % self.refit_every == 0:
+            self.refit()
+
+    def refit(self) -> None:
+        """One damped Newton step on the round's sums, which then start again from zero."""
+        H = self.hessian + self.ridge * torch.eye(len(self.theta), device=self.theta.device)
+        g = self.gradient + self.ridge * (self.theta - self.start)  # separable labels stay bounded
+        damp = self.counts / (self.counts + self.damping + 1e-300)  # no labels: no step
+        step = -torch.linalg.solve_ex(H, g).result * damp  # solve_ex: no read-back
+        # A negative slope would call the surer draft the worse one. It stops at zero, and the
+        # intercepts then take the step that fits the slope really taken.
+        stop = torch.maximum(step[0], -self.theta[0])
+        alone = -(g + H[0] * stop)[1:] / H.diagonal()[1:] * damp[1:]
+        intercepts = torch.where(stop > step[0], alone, step[1:])
+        self.theta = self.theta + torch.cat([stop[None], intercepts])
+        self._clear()
+
+
+# ---------------------------------------------------------------------------------------------
+# 4. Costs, budget, trim (vLLM adaptive_verification.py, build_cost_tables_from_curves).
+
+
+class Curve:
+    """Milliseconds by number of query tokens, from measured points {tokens: ms}.
+
+    A running maximum keeps it from falling with size; linear between the points; beyond the last
+    the last slope goes on (flat would make large batches look free), below the first it is flat.
+    """
+
+    def __init__(self, name: str, points: dict[int, float]):
+        bad = {n: ms for n, ms in points.items() if not (n >= 1 and n == int(n) and 0 < ms < np.inf)}
+        if bad or not points:
+            raise ValueError(f"{name} needs points {{tokens >= 1: finite ms > 0}}, got {bad or points}")
+        self.tokens = np.array(sorted(points), float)
+        self.ms = np.maximum.accumulate([float(points[n]) for n in sorted(points)])
+        # One point alone goes on in proportion. subtle: ms[-2:] of one point would be flat.
+        self.slope = (np.diff(self.ms[-2:]) / np.diff(self.tokens[-2:]))[0] if len(
+            points) > 1 else self.ms[0] / self.tokens[0]
+
+    def __call__(self, tokens):
+        """Milliseconds for `tokens` (an int or an array, >= 0)."""
+        if np.any(np.asarray(tokens) < 0):
+            raise ValueError(f"tokens must be >= 0, got {tokens}")
+        beyond = np.maximum(0, tokens - self.tokens[-1])
+        return np.interp(tokens, self.tokens, self.ms) + self.slope * beyond
+
+
+class CostTable:
+    """What a step costs: `draft(n)` is one drafter pass over n tokens, `verify(n)` all the rest of
+    a step with n target query tokens, in milliseconds. Built from points, or by `measure_costs`."""
+
+    def __init__(self, draft: dict[int, float], verify: dict[int, float]):
+        self.draft, self.verify = Curve("draft", draft), Curve("verify", verify)
+        if len(verify) > 1 and self.verify.ms[-1] <= self.verify.ms[0] * 1.001:
+            warnings.warn("verify costs are flat: trimming can never pay", stacklevel=2)
+
+
+def draft_budget(survival: np.ndarray, cost: CostTable, non_draft_tokens: int | None = None) -> int:
+    """The number of drafts, over all requests, that maximises expected tokens per millisecond.
+
+    survival (B, K), negative where no draft can be used; non_draft_tokens: query tokens of the step
+    that are no drafts (default: B). A global argmax, for a table may be a staircase; of equal ones
+    the smallest. LOSSLESS: pass survivals of *earlier* steps. This step's depend on the tokens
+    drawn, so a budget made of them would decide about a draft by looking at it.
+    """
+    B, K = survival.shape
+    best = np.sort(survival[survival >= 0])[::-1]
+    tokens = B + np.append(0.0, np.cumsum(best))
+    sent = (B if non_draft_tokens is None else non_draft_tokens) + np.arange(len(tokens))
+    return int(np.argmax(tokens / (K * cost.draft(B) + cost.verify(sent))))
+
+
+def trim(survival: Tensor, budget: int) -> Tensor:
+    """Verified drafts per request (B,): how many of the `budget` best slots each one holds.
+
+    survival (B, K) never rises along a request, so its best slots are a prefix. subtle: ties are
+    ordered by position, then request (a stable sort of the position-major list); so a tie neither
+    breaks a prefix nor asks which token was drawn.
+    """
+    B = len(survival)
+    best = survival.T.flatten().sort(descending=True, stable=True).indices[:budget]
+    return best.new_zeros(B).scatter_add_(0, best % B, torch.ones_like(best))
+
+
+# ---------------------------------------------------------------------------------------------
+# 5. The ragged batch: any number of query tokens per request, on unmodified Hugging Face models.
+#    All tokens travel as one row (1, T), so that linear layers see real tokens only; attention
+#    unpacks them against one cache slot per request.
+
+BLOCK = 8  # neighbouring requests of unequal widths that share one padded attention call
+
+
+class Ragged:
+    """Where the T packed tokens of one forward pass belong; `ragged_attention` reads it.
+
+    Request i brings pending[i] tokens that are known but not cached, then drafts[i] drafts.
+    """
+
+    def __init__(self, slots, cached, pending, drafts, budget, max_drafts, device):
+        R, T = len(slots), int(pending.sum()) + budget
+        slot, start, known = torch.from_numpy(np.stack([slots, cached, pending])).to(device)
+        counts = known if drafts is None else known + drafts  # (R,) query tokens per request
+        # subtle: `drafts` lives on the device, yet T is known here, because the budget was fixed
+        # before the drafts. That is why one read-back per step is enough.
+        row = torch.repeat_interleave(counts, output_size=T)  # (T,) the request of each token
+        first = counts.cumsum(0) - counts  # (R,) its first token
+        offset = torch.arange(T, device=device) - first[row]
+        self.slots, self.positions = slot[row], start[row] + offset  # (T,), (T,)
+        # Logits are wanted after the last pending token (the law of draft 0) and after each draft.
+        wanted = counts - known + 1
+        of = torch.repeat_interleave(wanted, output_size=R + budget)
+        within = torch.arange(R + budget, device=device) - (wanted.cumsum(0) - wanted)[of]
+        self.keep, self.layers = (first + known - 1)[of] + within, set()  # (R + budget,)
+        # Attention pads, but only within a block of neighbours. A CPU reads the widths for nothing;
+        # elsewhere they stay unread, an upper bound serves, and one large block is fastest.
+        cpu = device.type == "cpu"
+        widths = counts.numpy() if cpu else pending + min(budget, max_drafts)
+        size = BLOCK if cpu and (widths != widths[0]).any() else R
+        long = np.flatnonzero(pending > 2)  # prompts: a call each
+        edges = np.unique(np.concatenate([np.arange(0, R, size), long, long + 1, [R]]))
+        base, used, self.blocks = np.zeros(R, int), 0, []
+        for lo, hi in zip(edges[:-1], edges[1:]):
+            width, slice_ = int(widths[lo:hi].max()), slice(slots[lo], slots[hi - 1] + 1)
+            base[lo:hi] = used + np.arange(hi - lo) * width
+            used += (hi - lo) * width
+            j = torch.arange(width, device=device)
+            query = (first[lo:hi, None] + j).clamp(max=T - 1)  # (rows, width) packed tokens
+            together = slice_.stop - slice_.start == hi - lo  # then the cache is a view, no copy
+            self.blocks.append((slice_ if together else slot[lo:hi], query, start[lo:hi, None] + j,
+                                int((cached + widths)[lo:hi].max()), {}))
+        self.unpad = torch.from_numpy(base).to(device)[row] + offset  # (T,) token -> padded query
+
+
+def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None, scaling=None,
+                     dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **kwargs):
+    """Attention of packed queries (1, H, T, D) over cache slots (slots, H_kv, S, D).
+
+    transformers calls it through `AttentionInterface`; returns ((1, T, H, D_v), None). Grouped
+    heads, sliding windows, soft caps and sinks are supported; anything else is refused by name.
+    """
+    more = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
+    if ragged is None or dropout or more or not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__} needs an attention that is not here: it " + (
+            "does not pass on the batch layout" if ragged is None else f"uses {more}" if more else
+            f"is not causal, or drops out ({dropout})"))
+    ragged.layers.add(module.layer_idx)
+    G, outputs, query = query.shape[1] // key.shape[1], [], query[0].transpose(0, 1)  # (T, H, D)
+    for rows, index, seen, length, masks in ragged.blocks:
+        (r, w), k, v = index.shape, key[rows, :, :length], value[rows, :, :length]
+        q = query[index].unflatten(2, (-1, G)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        if sliding_window not in masks:  # layers share one of a few masks
+            at = torch.arange(length, device=query.device)
+            hidden = at > seen[..., None]  # (r, w, length): the future, and stale entries behind
+            if sliding_window is not None:
+                hidden |= at <= seen[..., None] - sliding_window
+            mask = query.new_zeros(r, w, length).masked_fill_(hidden, torch.finfo(query.dtype).min)
+            masks[sliding_window] = mask[:, None, None].expand(r, 1, G, w, length).flatten(2, 3)
+        mask = masks[sliding_window]  # (r, 1, G * w, length)
+        if softcap is None and s_aux is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        else:
+            scores = q @ k.mT * scaling
+            scores = (softcap * torch.tanh(scores / softcap) if softcap else scores) + mask
+            if s_aux is not None:  # a column per head that takes weight and gives nothing (gpt-oss)
+                sink = s_aux.view(-1, G, 1).expand(-1, G, w).reshape(1, -1, G * w, 1)
+                scores = torch.cat([scores, sink.expand(r, -1, -1, 1)], -1)
+            out = scores.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype) @ v
+        outputs.append(out.unflatten(2, (G, w)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1))
+    return torch.cat(outputs)[ragged.unpad][None], None
+
+
+_HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal"}
+AttentionInterface.register("ragged", ragged_attention)
+
+
+@contextlib.contextmanager
+def _attending(configs):
+    """Let a model's configs name ragged attention; they come back as they were, whatever happens."""
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = "ragged"
+        yield
+    finally:
+        for config, name in zip(configs, before):
+            config._attn_implementation = name
+
+
+# ---------------------------------------------------------------------------------------------
+# 6. A causal LM over request slots: the target, and the drafter.
+#    The loop knows a drafter by four verbs only: `logits(tokens, lengths, slots)`, `commit`, `move`
+#    and `reset`, as below. An EAGLE-, MTP- or DFlash-like drafter implements the same four; one
+#    that drafts in parallel computes in the first of the K calls and hands out in the others.
+
+
+class SlotLM:
+    """A causal LM with a KV cache over slots that never computes a prefix twice.
+
+    model: a decoder-only transformers model whose attention goes through `AttentionInterface`,
+    unmodified. This object is also the cache that the model is given (`update`). A rejected draft is
+    rolled back by forgetting it: `cached` is lowered, the entry overwritten before it is attended.
+    """
+
+    def __init__(self, model, num_slots: int, max_length: int, max_drafts: int = 0):
+        self.model, self.shape, self.max_drafts = model, (num_slots, max_length), max_drafts
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        self.kv = {}  # layer: keys and values, each (slots, H_kv, max_length, D)
+        self.cached = np.zeros(num_slots, int)  # tokens of each slot that the cache holds
+
+    def logits(self, tokens: Tensor, lengths: np.ndarray, slots: np.ndarray,
+               drafts: Tensor | None = None, budget: int = 0) -> Tensor:
+        """(R + budget, V): logits after each slot's last known token and after each of its drafts.
+
+        tokens (slots, S): of each slot `lengths` (R,) known tokens, then its drafts; slots (R,)
+        ascending; drafts (R,): how many to verify, summing to budget. Feeds all that the cache
+        lacks: a whole prompt, the last token, or (subtle: after a full acceptance) the last draft too.
+        """
+        cached = self.cached[slots]
+        self.batch = Ragged(slots, cached, lengths - cached, drafts, budget, self.max_drafts,
+                            tokens.device)
+        # subtle: an id that only the target has is fed as the last one; q may be anything.
+        ids = tokens[self.batch.slots, self.batch.positions].clamp(max=self.vocab_size - 1)
+        try:
+            with _attending(self.configs):
+                out = self.model(input_ids=ids[None], position_ids=self.batch.positions[None],
+                                 cache=self, use_cache=True, ragged=self.batch,
+                                 logits_to_keep=self.batch.keep)
+        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+            if self.cached.any() or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise NotImplementedError(f"{type(self.model).__name__} cannot run as a ragged batch: "
+                                      f"{error}") from error
+        if not self.batch.layers == set(self.kv) == set(range(self.model.config.num_hidden_layers)):
+            raise NotImplementedError(f"{type(self.model).__name__} has layers without the attention "
+                                      "interface")
+        self.cached[slots] = lengths + budget  # an upper bound; commit() makes it exact
+        return out.logits[0]
+
+    def update(self, key, value, layer_idx, *args, **kwargs):
+        """What a model calls on its cache: store (1, H_kv, T, D) twice, return all the slots."""
+        S, L = self.shape
+        if layer_idx not in self.kv:
+            self.kv[layer_idx] = [x.new_zeros(S, x.shape[1], L, x.shape[3]) for x in (key, value)]
+        for cache, new in zip(self.kv[layer_idx], (key, value)):
+            cache[self.batch.slots, :, self.batch.positions] = new[0].transpose(0, 1)
+        return self.kv[layer_idx]
+
+    def get_seq_length(self, layer_idx=0):
+        """What a model may ask to derive positions from; ours are always given."""
+        return 0
+
+    def commit(self, lengths: np.ndarray):
+        """Slots 0..R-1 now have `lengths` (R,) tokens, the last of them not fed yet."""
+        self.cached[:len(lengths)] = np.minimum(self.cached[:len(lengths)], lengths - 1)
+
+    def move(self, source: int, slot: int):
+        """The request in `source` continues in `slot`."""
+        for state in (self.cached, *(x for pair in self.kv.values() for x in pair)):
+            state[slot] = state[source]
+
+    def reset(self, slot: int):
+        """A new request starts in `slot`."""
+        self.cached[slot] = 0
+
+
+# ---------------------------------------------------------------------------------------------
+# 7. The loop. Plain, fixed, adaptive and joint decoding differ in `budget` and `wanted` only.
+
+
+@dataclass
+class Stats:
+    """Counts so far. `proposed`, `verified`, `accepted` are per draft position, (K,)."""
+    proposed: np.ndarray
+    verified: np.ndarray
+    accepted: np.ndarray
+    steps: int = 0
+    request_steps: int = 0  # requests in the batch, summed over the steps
+    committed: int = 0  # tokens given out, bonus tokens included
+    target_tokens: int = 0  # target query tokens: prompts, one per request and step, verified drafts
+    seconds: dict = field(default_factory=lambda: dict(draft=0.0, verify=0.0, rest=0.0))
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per request and step, the bonus token included: 1 for plain decoding."""
+        return self.committed / max(self.request_steps, 1)
+
+
+class Step(NamedTuple):
+    """One step as the host saw it, for its B requests."""
+    requests: np.ndarray  # (B,) index of each
+    num_verified: np.ndarray  # (B,)
+    accepted: np.ndarray  # (B,)
+    next_tokens: np.ndarray  # (B,) the replacement of a rejected draft, or the bonus token
+    drafts: np.ndarray  # (B, K)
+    features: np.ndarray  # (B, K) logit(q_max)
+    survival: np.ndarray  # (B, K), -1 where nothing was drafted
+    seconds: dict  # draft, verify, rest; predicted: what the cost table said of all three
+
+
+class Result(NamedTuple):
+    tokens: list[list[int]]  # the new tokens of each prompt, an end token included
+    stats: Stats
+    estimator: AcceptanceEstimator | None
+    cost: CostTable | None
+
+
+class Decoder:
+    """Requests in slots, and one step of all of them; arguments as in `generate`.
+
+    requests: an iterator of (prompt, max_new_tokens), endless if you like; one that ends is replaced
+    before the next step. max_length: the most tokens a request may have, its prompt included.
+    """
+
+    def __init__(self, target, drafter, requests, *, max_length, max_batch_size=64,
+                 num_speculative_tokens=7, plan="verification", estimator=None, cost=None,
+                 temperature=1.0, top_k=0, top_p=1.0, eos=(), seed=None):
+        B, K = max_batch_size, num_speculative_tokens
+        self.K, self.plan, self.estimator, self.cost = K, plan if K else "fixed", estimator, cost
+        self.target = SlotLM(target, B, max_length, K)
+        self.drafter = SlotLM(drafter, B, max_length) if hasattr(drafter, "config") else drafter
+        self.models = [self.target, self.drafter] if K else [self.target]
+        self.law, self.eos = dict(temperature=temperature, top_k=top_k, top_p=top_p), list(eos)
+        self.device, self.generator = target.device, torch.Generator(target.device)
+        self.generator.seed() if seed is None else self.generator.manual_seed(seed)
+        self.requests, self.finished, self.R = enumerate(requests), [], 0  # slots 0..R-1 are in use
+        # Committed text, then this step's drafts, which count once they are accepted.
+        self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
+        self.text = np.zeros((B, max_length), int)  # the host's copy, without drafts
+        self.index, self.start, self.lengths, self.ends = np.zeros((4, B), int)  # per slot
+        self.survival = np.ones((B, K))  # of each request's last step
+        self.mean_survival, self.mean_confidence = np.ones(K), np.ones(K)  # of the last steps
+        self.earned, self.price = np.zeros(2), 0.0  # joint: expected tokens, ms; tokens per ms
+        self.stats = Stats(*np.zeros((3, K), int))
+
+    @torch.no_grad()
+    def step(self) -> Step | None:
+        """Admit, then one step for every request; None when there are none. Numbers: README."""
+        self.admit()
+        R, K, device, began = self.R, self.K, self.device, time.perf_counter()
+        if not R:
+            return None
+        lengths, clock = self.lengths[:R], [_mark(self.device)]
+        limits = np.minimum(K, self.ends[:R] - lengths - 1)  # the very last token is a bonus token
+        other = int((lengths - self.target.cached[:R]).sum())  # target tokens that are no drafts
+        # LOSSLESS: the budget is fixed here, before anything of this step is drawn.
+        budget = self.budget(limits, other)
+        # 1 + 2. draft, score
+        drafts, q, features, survival, finite = self.draft(limits, other, budget)
+        clock.append(_mark(device))
+        # 3. trim
+        if budget is None:  # joint: a slot is verified if it is worth its price, whatever others do
+            num_verified = (survival > self.slot_price(other)).sum(1)  # (R,)
+            budget = int(num_verified.sum())
+        else:
+            num_verified = trim(survival, budget)  # (R,)
+        # 4. verify: (requests + budget) query tokens; a trimmed draft is not among them
+        logits = self.target.logits(self.tokens, lengths, np.arange(R), num_verified, budget)
+        clock.append(_mark(device))
+        # 5. accept
+        p = warp(logits, **self.law)  # (R + budget, V)
+        accepted, next_tokens = verify(p, q, drafts, num_verified, self.generator)  # (R,), (R,)
+        end = torch.from_numpy(lengths).to(device) + accepted  # accepted drafts are in place
+        self.tokens[torch.arange(R, device=device), end] = next_tokens
+        # 6. learn
+        if self.estimator:
+            self.estimator.observe(features, num_verified, accepted)
+        # The one read-back: a float64 table that holds ids and counts exactly.
+        finite = torch.stack([logits.amax(-1).isfinite().all(), finite]).expand(R, 2)
+        columns = (finite, num_verified, accepted, next_tokens, drafts, features, survival)
+        host = torch.cat([x.double().reshape(R, -1) for x in columns], 1).cpu().numpy()
+        for name, ok in zip(("target", "drafter"), host[0]):
+            if not ok:
+                raise FloatingPointError(f"the {name} returned logits that are not finite")
+        whole = host[:, 2:5 + K].astype(int)
+        done = Step(self.index[:R].copy(), *whole[:, :3].T, whole[:, 3:],
+                    *np.split(host[:, 5 + K:], 2, axis=1), {})
+        self.commit(done, other + budget)
+        for name, a, b in zip(("draft", "verify"), clock, clock[1:]):
+            done.seconds[name] = b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
+        done.seconds["rest"] = time.perf_counter() - began - sum(done.seconds.values())
+        for name in self.stats.seconds:
+            self.stats.seconds[name] += done.seconds[name]
+        return done
+
+    def budget(self, limits, other):
+        """How many drafts to verify, from what earlier steps have shown; None: price each slot.
+
+        One step in each round of the estimator drafts and verifies everything: a position that is
+        never verified is never learned again.
+        """
+        explore = self.estimator and self.estimator.steps % self.estimator.refit_every == 0
+        if self.plan == "fixed" or explore:
+            return int(limits.sum())
+        if self.plan == "joint":
+            return None
+        usable = np.arange(self.K) < limits[:, None]
+        return draft_budget(np.where(usable, self.survival[:self.R], -1.0), self.cost, other)
+
+    def draft(self, limits, other, budget):
+        """Up to K tokens per request, each with its law and its chance to be accepted.
+
+        Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K), and whether the
+        drafter's logits were finite. Where nothing was drafted: zeros, and survival -1.
+        """
+        R, K, V, device = self.R, self.K, self.target.vocab_size, self.device
+        drafts = torch.zeros(R, K, dtype=torch.long, device=device)
+        q = torch.zeros(R, K, V, device=device)
+        features, finite = torch.zeros(R, K, device=device), torch.tensor(True, device=device)
+        survival = torch.full((R, K), -1.0, dtype=torch.float64, device=device)
+        alive, slots = torch.ones(R, dtype=torch.float64, device=device), np.arange(R)
+        for i in range(K):
+            slots = slots[limits[slots] > i]
+            if budget is None:
+                slots = self.worth_drafting(slots, i, alive, other)
+            if not len(slots):
+                break
+            ends = self.lengths[slots] + i
+            logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
+            finite = finite & logits.amax(-1).isfinite().all()
+            law = F.pad(warp(logits, **self.law), (0, V - logits.shape[1]))  # no such token: q = 0
+            x = sample(law, self.generator)  # (rows,)
+            rows, ends = torch.from_numpy(np.stack([slots, ends])).to(device)
+            self.tokens[rows, ends] = drafts[rows, i] = x
+            q[rows, i], f = law, logit_q_max(logits, self.law["temperature"])
+            if self.estimator:
+                alive[rows] *= self.estimator.predict(f, i)
+            features[rows, i], survival[rows, i] = f, alive[rows]
+            self.stats.proposed[i] += len(slots)
+        return drafts, q, features, survival, finite
+    def worth_drafting(self, slots, i, alive, other):
+        """Joint: of `slots`, those whose draft i should be drawn, by the survival of its prefix.
+
+        The m best rows earn their expected tokens less the price of verifying one, and pay the time
+        of a drafter pass. LOSSLESS: reads only what was known before any draft i was drawn.
+        (This and the trim read back once more per pass: free on a CPU.)
+        """
+        value = alive.cpu().numpy()[slots] * self.mean_confidence[i] - self.slot_price(other)
+        order = np.argsort(-value, kind="stable")
+        net = np.cumsum(value[order]) - self.price * self.cost.draft(np.arange(1, len(slots) + 1))
+        m = int(np.argmax(net)) + 1 if len(slots) and net.max() > 0 else 0
+        return np.sort(slots[order[:m]])
+
+    def slot_price(self, other):
+        """Joint: the tokens that the time to verify one more draft would have earned otherwise."""
+        span = max(1, self.K * self.R // 2)
+        return self.price * (self.cost.verify(other + span) - self.cost.verify(other)) / span
+
+    def commit(self, done: Step, target_tokens: int):
+        """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
+        R, K, stats, position = self.R, self.K, self.stats, np.arange(self.K + 1)
+        emitted = np.pad(done.drafts, ((0, 0), (0, 1)))  # (R, K+1)
+        emitted[np.arange(R), done.accepted] = done.next_tokens
+        count = done.accepted + 1
+        stop = np.isin(emitted, self.eos) & (position < count[:, None])
+        count = np.where(stop.any(1), stop.argmax(1) + 1, count)  # cut behind the first end token
+        rows, columns = np.nonzero(position < count[:, None])
+        self.text[rows, self.lengths[rows] + columns] = emitted[rows, columns]
+        self.lengths[:R] += count
+        self.ends[:R] = np.where(stop.any(1), self.lengths[:R], self.ends[:R])
+        for model in self.models:
+            model.commit(self.lengths[:R])
+        drafted = done.survival >= 0  # (R, K)
+        verified = position[:K] < done.num_verified[:, None]
+        stats.verified += verified.sum(0)
+        stats.accepted += (position[:K] < done.accepted[:, None]).sum(0)
+        stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + R
+        stats.committed, stats.target_tokens = stats.committed + count.sum(), stats.target_tokens + target_tokens
+        if self.cost and K:
+            passes = drafted.sum(0)
+            ms = self.cost.draft(passes)[passes > 0].sum() + self.cost.verify(R + verified.sum())
+            self.earned = 0.98 * self.earned + [R + done.survival[verified].sum(), ms]
+            self.price = self.earned[0] / self.earned[1]
+        before = np.concatenate([np.ones((R, 1)), done.survival[:, :-1]], 1)[:, :K]
+        for mean, value in ((self.mean_survival, done.survival), (self.mean_confidence,
+                            done.survival / np.maximum(before, 1e-9))):
+            some = drafted.any(0)
+            now = np.where(drafted, value, 0).sum(0) / np.maximum(drafted.sum(0), 1)
+            mean[some] = 0.8 * mean[some] + 0.2 * now[some]
+        # Where nothing was drafted, the request's expectation goes on from what it last was.
+        self.survival[:R] = np.where(drafted, done.survival, self.mean_survival)
+
+    def admit(self):
+        """Hand out finished requests and put new ones in their slots; close up what stays empty."""
+        done = np.flatnonzero(self.lengths[:self.R] >= self.ends[:self.R])
+        self.finished += [(int(self.index[s]), self.text[s, self.start[s]:self.lengths[s]].tolist())
+                          for s in done]
+        for slot in [*done[::-1], *range(self.R, len(self.index))]:
+            index, (prompt, new) = next(self.requests, (None, ((), 0)))
+            if index is None and slot >= self.R:
+                break
+            if index is None:  # the last slot moves into the hole, with all that is known of it
+                self.R -= 1
+                for x in (self.tokens, self.text, self.index, self.start, self.lengths, self.ends,
+                          self.survival):
+                    x[slot] = x[self.R]
+                for model in self.models:
+                    model.move(self.R, slot)
+                continue
+            n, self.R = len(prompt), max(self.R, slot + 1)
+            self.tokens[slot, :n] = torch.tensor(prompt, device=self.device)
+            self.text[slot, :n], self.index[slot] = prompt, index
+            self.start[slot] = self.lengths[slot] = n  # the prompt is fed like any pending token
+            self.ends[slot] = n + new
+            self.survival[slot] = self.mean_survival  # of the new request nothing else is known
+            for model in self.models:
+                model.reset(slot)
+
+
+def _mark(device):
+    """A point in time; on CUDA an event in the stream, looked at after the read-back only."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_batch_size=64,
+                  context_length=128, repeats=5, **law) -> CostTable:
+    """Time real steps of this pair at the shapes they will have; arguments as in `generate`.
+
+    prompts are repeated up to context_length tokens. Medians of `repeats` steps after a warm-up, for
+    plain steps of smaller batches and for budgets from none to all at max_batch_size requests.
+    """
+    K, B, n = num_speculative_tokens, max_batch_size, context_length
+    prompts = [list(prompts[i % len(prompts)]) for i in range(B)]
+    decoder = Decoder(target, drafter, [((p * (n // len(p) + 1))[:n], K + 1) for p in prompts],
+                      max_length=n + K + 1, max_batch_size=B, num_speculative_tokens=K, seed=0,
+                      estimator=AcceptanceEstimator(K, device=target.device), **law)
+    decoder.admit()
+    draft, verify = {}, {}
+    for R, share in [(r, 0.0) for r in sorted({1, -(-B // 4), -(-B // 2)} - {B})] + [
+            (B, share) for share in (0, 0.125, 0.25, 0.5, 1)]:
+        times, decoder.R, budget = [], R, int(share * K * R)
+        decoder.budget = lambda *_: budget
+        for _ in range(repeats + 1):
+            s = decoder.step().seconds
+            times.append((s["draft"] / K * 1e3, (s["verify"] + s["rest"]) * 1e3))
+            decoder.lengths[:], decoder.ends[:] = n, n + K + 1  # the same shape again
+            for model in decoder.models:
+                model.commit(decoder.lengths)
+        draft[R], verify[R + budget] = np.median(times[1:], axis=0)
+    return CostTable(draft, verify)
+
+
+PLANS = ("fixed", "verification", "joint")
+
+
+def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_tokens=7,
+             plan="verification", max_batch_size=64, temperature=1.0, top_k=0, top_p=1.0,
+             eos_token_id=None, seed=None, estimator=None, cost=None, on_step=None) -> Result:
+    """Generate from the target, sped up by the drafter: each token has the target's distribution.
+
+    target, drafter: decoder-only transformers models on one device, any dtypes (the drafter may be
+    another object with the four verbs, or None at K = 0). prompts: lists of token ids.
+    max_new_tokens: a number, or one per prompt. num_speculative_tokens: K; 0 is plain decoding.
+    plan: "fixed" verifies all K drafts; "verification" drafts K and trims (as published); "joint"
+    also stops drafting where it does not pay. max_batch_size: requests at once; one that ends is
+    replaced before the next step. temperature, top_k (0: off), top_p: of both models, whose own
+    generation configs are not read. eos_token_id: none, one or several. estimator, cost: go on with
+    these; default: a fresh estimator, and costs measured now. on_step: is given every `Step`.
+
+    Same seed, inputs, device and cost table: same tokens. (Costs measured anew differ a little, so
+    budgets and tokens do; their distribution does not.) Raises ValueError before any work.
+    """
+    requests, eos = _check(**locals())
+    K, law = num_speculative_tokens, dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    tokens, B = [[] for _ in requests], min(max_batch_size, len(requests))
+    numbers = [i for i, (_, new) in enumerate(requests) if new]
+    if K and plan != "fixed" and numbers:
+        estimator = estimator or AcceptanceEstimator(K, device=target.device)
+        cost = cost or measure_costs(target, drafter, prompts, num_speculative_tokens=K,
+                                     max_batch_size=B, **law)
+    decoder = Decoder(target, drafter, [requests[i] for i in numbers], max_batch_size=max(B, 1),
+                      max_length=max([len(p) + new for p, new in requests], default=1), seed=seed,
+                      num_speculative_tokens=K, plan=plan, estimator=estimator, cost=cost, eos=eos, **law)
+    while done := decoder.step():
+        if on_step:
+            on_step(done)
+    for i, text in decoder.finished:
+        tokens[numbers[i]] = text
+    return Result(tokens, decoder.stats, estimator, cost)
+
+
+def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, plan, max_batch_size,
+           temperature, top_k, top_p, eos_token_id, seed, estimator, cost, on_step):
+    """Refuse what cannot be served, by name and value, before any work; (prompt, new) pairs, eos."""
+    def need(ok, name, what, value):
+        if not ok:
+            raise ValueError(f"{name} must be {what}, got {value!r}")
+
+    def whole(name, value, low, high=2**62):
+        need(isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+             and low <= value <= high, name, f"a whole number in {low}..{high}", value)
+        return int(value)
+
+    K = whole("num_speculative_tokens", num_speculative_tokens, 0)
+    whole("max_batch_size", max_batch_size, 1)
+    whole("top_k", top_k, 0)
+    need(plan in PLANS, "plan", f"one of {PLANS}", plan)
+    for name, value, high in (("temperature", temperature, 1e6), ("top_p", top_p, 1)):
+        need(isinstance(value, (int, float)) and 0 <= value <= high, name, f"in 0..{high}", value)
+    need(top_p > 0, "top_p", "above 0", top_p)
+    models = {"target": target, **({"drafter": drafter} if K and not hasattr(drafter, "logits") else {})}
+    for name, model in models.items():
+        _check_model(name, model)
+        need(model.device == target.device, f"{name}.device", f"{target.device}", model.device)
+    sizes = {name: m.get_input_embeddings().num_embeddings for name, m in models.items()}
+    if len(set(sizes.values())) > 1:
+        warnings.warn(f"vocabulary sizes differ: {sizes}; what only one has is never drafted",
+                      stacklevel=3)
+    need(isinstance(prompts, (list, tuple, Tensor, np.ndarray)), "prompts", "a list of lists", prompts)
+    prompts = [p.tolist() if isinstance(p, (Tensor, np.ndarray)) else p for p in prompts]
+    new = list(max_new_tokens) if np.ndim(max_new_tokens) else [max_new_tokens] * len(prompts)
+    need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
+    limit = min(getattr(m.config, "max_position_embeddings", None) or 2**62 for m in models.values())
+    for i, prompt in enumerate(prompts):
+        name = f"prompts[{i}]"
+        need(isinstance(prompt, (list, tuple)) and len(prompt), name, "a list of token ids", prompt)
+        prompts[i] = [whole(f"a token of {name}", t, 0, sizes["target"] - 1) for t in prompt]
+        whole("max_new_tokens", new[i], 0)
+        need(len(prompt) + new[i] <= limit, f"{name} with max_new_tokens",
+             f"within the models' {limit} positions", len(prompt) + new[i])
+    eos = [] if eos_token_id is None else eos_token_id
+    eos = [whole("eos_token_id", t, 0) for t in (
+        eos.tolist() if isinstance(eos, Tensor) else eos if np.iterable(eos) else [eos])]
+    if estimator is not None:
+        need(estimator.num_speculative_tokens == K, "estimator", f"one for K = {K}",
+             estimator.num_speculative_tokens)
+        need(estimator.theta.device == target.device, "estimator", f"on {target.device}",
+             estimator.theta.device)
+    need(cost is None or isinstance(cost, CostTable), "cost", "a CostTable", cost)
+    return list(zip(prompts, map(int, new))), eos
+
+
+def _check_model(name, model):
+    config = getattr(model, "config", None)
+    if config is None or not isinstance(model, torch.nn.Module):
+        raise ValueError(f"{name} must be a transformers causal LM, got {type(model).__name__}")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    for bad, why in ((model.training, "is in training mode: call .eval()"),
+                     (config.is_encoder_decoder, "is an encoder-decoder"),
+                     (model._is_stateful, "keeps a recurrent state, which cannot forget a draft"),
+                     (not model._supports_attention_backend, "does not use the attention interface"),
+                     (kinds, f"has layers of kind {sorted(kinds)}")):
+        if bad:
+            raise ValueError(f"{name}: {type(model).__name__} {why}")
