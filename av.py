@@ -3,31 +3,30 @@
 
 A cheap drafter q proposes K tokens per request, the target p checks them in one pass, and rejection
 sampling keeps the output distributed exactly as the target alone. In a large batch each checked
-token costs real time. So each step verifies only the drafts that are worth their price: a logistic
-regression on one number, logit(q_max), fitted online, says how likely each draft is to be accepted,
-and measured costs say how many drafts over the whole batch are worth sending to the target.
+token costs real time, so each step checks only the drafts that are worth it: a logistic regression
+on one number, logit(q_max), fitted online, says how likely each is to be accepted, and measured
+costs say how many, over the whole batch, to send to the target.
 
-Read in this order: `Decoder.step` (one step, numbered), `verify` (the lossless rule),
+Read `Decoder.step` first (one step, numbered), then `verify` (the lossless rule),
 `AcceptanceEstimator` (the contribution), `draft_budget` and `trim`, then the machinery.
 
-Glossary        here                     papers (p, q swapped in some)        vLLM
-  p             the TARGET's law         p                                    target_probs
-  q             the DRAFTER's law        q, the law each draft was drawn from draft_probs
-  K             num_speculative_tokens   gamma, K                             num_speculative_tokens
-  confidence    c_i = P(draft i accepted | all before it were) = sigmoid(w f_i + b_i)
-  survival      s_i = c_1 ... c_i        acceptance probability of a prefix
-  draft budget  drafts sent to the target in one step, over all requests
-  bonus token   the one extra token that every request gets in every step
-Sizes: B requests in the batch, K draft positions, V vocabulary, T packed query tokens.
+here             meaning                                               papers, vLLM
+p, q             law of the TARGET, law of the DRAFTER (some swap)     target_probs, draft_probs
+K                drafts per request and step                           gamma, num_speculative_tokens
+confidence c_i   P(draft i is accepted, given that all before it were) acceptance rate, alpha
+survival s_i     c_1 * ... * c_i                                       survival
+draft budget     drafts sent to the target per step, all requests      draft budget
+bonus token      the one more token that each step gives a request     bonus token
+B, V, T          requests, vocabulary, packed query tokens of a step
 
-    accept x_i        with probability min(1, p(x_i) / q(x_i)), else emit from norm(max(0, p - q))
-    feature           f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
-    fit               Newton steps on the log-loss of sigmoid(w f_i + b_i), sums kept per round
-    budget            argmax_b (B + sum of the b best survivals) / (draft ms + verify ms of B + b)
+    accept x_i   with probability min(1, p(x_i) / q(x_i)), else draw from norm(max(0, p - q))
+    feature      f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
+    confidence   c_i = sigmoid(slope * f_i + intercept_i), by damped Newton steps on the log-loss
+    budget       argmax_b (B + sum of the b best survivals) / (ms of drafting + ms to verify B + b)
 
-Does not include: trees of drafts, per-request sampling settings, paged memory, CUDA graphs, several
-devices, models with recurrent state. One process, one device, not thread-safe per model. Where to go
-next: vLLM, `vllm/v1/worker/gpu/spec_decode/{acceptance_estimator,adaptive_verification}.py`.
+Not here: token trees, settings per request, paged memory, CUDA graphs, several devices or threads,
+recurrent models. All that is in vLLM: `vllm/v1/worker/gpu/spec_decode/acceptance_estimator.py` and
+`adaptive_verification.py` are the production counterparts of sections 3 and 4.
 """
 import contextlib
 import time
@@ -71,7 +70,7 @@ def _temper(logits, temperature):
 
 
 def _nucleus_floor(probs, top_p, k=64):
-    """Smallest probability inside the top-p nucleus, (..., 1): the threshold without a full sort."""
+    """Smallest probability inside the top-p nucleus, (..., 1): a threshold, without a full sort."""
     k = min(k, probs.shape[-1]) if probs.is_cpu else probs.shape[-1]  # a second look needs a host
     top = probs.topk(k).values  # (..., k), descending
     inside = top.cumsum(-1) - top < top_p
@@ -82,13 +81,13 @@ def _nucleus_floor(probs, top_p, k=64):
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One draw per row from unnormalised probabilities (..., V) -> (...,), without a host read-back.
+    """One draw per row from unnormalised probabilities, (..., V) -> (...,); no host read-back.
 
-    Inverse CDF in float64: one uniform per row instead of V exponentials, and a token of probability
-    0 is never drawn (`right=True` steps over flat pieces of the CDF).
+    Inverse CDF in float64: one uniform per row instead of V exponentials, and no token of
+    probability 0 (`right=True` steps over flat pieces of the CDF).
     """
     cdf = probs.cumsum(-1, dtype=torch.float64)
-    u = torch.rand(*probs.shape[:-1], 1, dtype=torch.float64, device=probs.device, generator=generator)
+    u = torch.rand(*probs.shape[:-1], 1, device=probs.device, dtype=cdf.dtype, generator=generator)
     total = cdf[..., -1:]
     point = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, point, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
@@ -102,8 +101,8 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
            generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Accept a prefix of each request's verified drafts and draw the token that follows it.
 
-    p: (T, V), T = B + sum(num_verified): the target rows of request 0, then of request 1, ...; row i
-    of a request is the law of its draft i, the row after its last verified draft that of the bonus.
+    p: (T, V), T = B + sum(num_verified): the target rows of request 0, then of request 1, ...; its
+    row i is the law of its draft i, the row after its last verified draft that of the bonus token.
     q: (B, K, V), row i is to the bit the law drafts[:, i] was drawn from; drafts (B, K);
     num_verified (B,), decided without looking at the drafts it decides about.
     Returns accepted (B,) in 0..num_verified and next_tokens (B,).
@@ -167,9 +166,8 @@ class AcceptanceEstimator:
         K = num_speculative_tokens
         self.num_speculative_tokens, self.refit_every = K, refit_every
         self.ridge, self.damping = ridge, damping
-        self.start = torch.full((K + 1,), float(intercept), dtype=torch.float64, device=device)
-        self.start[0] = slope
-        self.theta = self.start.clone()  # (K+1,) slope, then one intercept per position
+        self.theta = torch.full((K + 1,), float(intercept), dtype=torch.float64, device=device)
+        self.theta[0] = slope  # (K+1,) the slope, then one intercept per position
         self.steps = 0
         self._clear()
 
@@ -205,7 +203,7 @@ class AcceptanceEstimator:
         one_hot = torch.eye(K, dtype=torch.float64, device=features.device).expand(B, K, K)
         x = torch.cat([features.double()[..., None], one_hot], -1)  # (B, K, K+1)
         x = x * labelled[..., None]
-        # subtle: a label that was all but certain has no curvature, yet a full residual if it fails;
+        # subtle: a draft that was all but sure has no curvature, yet a full residual if it fails:
         # one such surprise would move an intercept by hundreds. So curvature has a floor.
         curvature = (confidence * (1 - confidence)).clamp(min=self.MIN_CURVATURE)
         self.hessian += torch.einsum("bki,bkj,bk->ij", x, x, curvature)
@@ -218,15 +216,15 @@ class AcceptanceEstimator:
     def refit(self) -> None:
         """One damped Newton step on the round's sums, which then start again from zero."""
         H = self.hessian + self.ridge * torch.eye(len(self.theta), device=self.theta.device)
-        g = self.gradient + self.ridge * (self.theta - self.start)  # separable labels stay bounded
-        damp = self.counts / (self.counts + self.damping + 1e-300)  # no labels: no step
-        step = -torch.linalg.solve_ex(H, g).result * damp  # solve_ex: no read-back
+        damp = self.counts / (self.counts + self.damping).clamp(min=1e-9)  # no labels: no step
+        step = -torch.linalg.solve_ex(H, self.gradient).result * damp  # solve_ex: no read-back
         # A negative slope would call the surer draft the worse one. It stops at zero, and the
         # intercepts then take the step that fits the slope really taken.
         stop = torch.maximum(step[0], -self.theta[0])
-        alone = -(g + H[0] * stop)[1:] / H.diagonal()[1:] * damp[1:]
-        intercepts = torch.where(stop > step[0], alone, step[1:])
-        self.theta = self.theta + torch.cat([stop[None], intercepts])
+        alone = -(self.gradient + H[0] * stop)[1:] / H.diagonal()[1:] * damp[1:]
+        step = torch.cat([stop[None], torch.where(stop > step[0], alone, step[1:])])
+        # Nothing moves by more than 1 in a round: a bad spell must not bury a position.
+        self.theta = self.theta + step / step.abs().max().clamp(min=1.0)
         self._clear()
 
 
@@ -242,29 +240,41 @@ class Curve:
     """
 
     def __init__(self, name: str, points: dict[int, float]):
-        bad = {n: ms for n, ms in points.items() if not (n >= 1 and n == int(n) and 0 < ms < np.inf)}
+        ok = {n: n >= 1 and n % 1 == 0 and 0 < ms < np.inf for n, ms in points.items()}
+        bad = [(n, points[n]) for n in points if not ok[n]]
         if bad or not points:
-            raise ValueError(f"{name} needs points {{tokens >= 1: finite ms > 0}}, got {bad or points}")
+            raise ValueError(f"{name} needs {{tokens >= 1: finite ms > 0}}, got {bad or points}")
         self.tokens = np.array(sorted(points), float)
-        self.ms = np.maximum.accumulate([float(points[n]) for n in sorted(points)])
-        # One point alone goes on in proportion. subtle: ms[-2:] of one point would be flat.
-        self.slope = (np.diff(self.ms[-2:]) / np.diff(self.tokens[-2:]))[0] if len(
-            points) > 1 else self.ms[0] / self.tokens[0]
+        self.points = np.array([points[n] for n in sorted(points)], float)
+
+    @property
+    def ms(self):
+        return np.maximum.accumulate(self.points)
 
     def __call__(self, tokens):
         """Milliseconds for `tokens` (an int or an array, >= 0)."""
-        if np.any(np.asarray(tokens) < 0):
+        if np.min(tokens, initial=0) < 0:
             raise ValueError(f"tokens must be >= 0, got {tokens}")
-        beyond = np.maximum(0, tokens - self.tokens[-1])
-        return np.interp(tokens, self.tokens, self.ms) + self.slope * beyond
+        # One point alone goes on in proportion, as if (0, 0) stood before it.
+        x, y = np.append(0, self.tokens)[-2:], np.append(0, self.ms)[-2:]
+        slope = (y[1] - y[0]) / (x[1] - x[0])
+        return np.interp(tokens, self.tokens, self.ms) + slope * np.maximum(0, tokens - x[1])
+
+    def learn(self, tokens: int, ms: float, rate: float = 0.1):
+        """Move the points next to `tokens` towards a step that really took `ms`."""
+        error = np.clip(ms / self(tokens) - 1, -0.5, 0.5) * self(tokens)  # a hiccup counts little
+        near = np.array([np.interp(tokens, self.tokens, e) for e in np.eye(len(self.points))])
+        self.points += rate * error * near
 
 
 class CostTable:
     """What a step costs: `draft(n)` is one drafter pass over n tokens, `verify(n)` all the rest of
-    a step with n target query tokens, in milliseconds. Built from points, or by `measure_costs`."""
+    a step with n target query tokens, in milliseconds. Built from points it stays as given; one
+    from `measure_costs` is `learning`: it goes on with the time of every step that it plans."""
 
-    def __init__(self, draft: dict[int, float], verify: dict[int, float]):
+    def __init__(self, draft: dict[int, float], verify: dict[int, float], learning: bool = False):
         self.draft, self.verify = Curve("draft", draft), Curve("verify", verify)
+        self.learning = learning
         if len(verify) > 1 and self.verify.ms[-1] <= self.verify.ms[0] * 1.001:
             warnings.warn("verify costs are flat: trimming can never pay", stacklevel=2)
 
@@ -301,7 +311,8 @@ def trim(survival: Tensor, budget: int) -> Tensor:
 #    All tokens travel as one row (1, T), so that linear layers see real tokens only; attention
 #    unpacks them against one cache slot per request.
 
-BLOCK = 8  # neighbouring requests of unequal widths that share one padded attention call
+READ_FREELY = {"cpu"}  # where reading a tensor on the host waits for nothing
+CALL = 40  # padded queries that cost as much as one more attention call (2 CPU cores)
 
 
 class Ragged:
@@ -325,24 +336,25 @@ class Ragged:
         of = torch.repeat_interleave(wanted, output_size=R + budget)
         within = torch.arange(R + budget, device=device) - (wanted.cumsum(0) - wanted)[of]
         self.keep, self.layers = (first + known - 1)[of] + within, set()  # (R + budget,)
-        # Attention pads, but only within a block of neighbours. A CPU reads the widths for nothing;
-        # elsewhere they stay unread, an upper bound serves, and one large block is fastest.
-        cpu = device.type == "cpu"
+        # Attention pads, but only within a block of neighbours, whose size weighs padded queries
+        # against calls. A CPU reads the widths for nothing; elsewhere they stay unread, an upper
+        # bound serves, and one large block is fastest.
+        cpu = device.type in READ_FREELY
         widths = counts.numpy() if cpu else pending + min(budget, max_drafts)
-        size = BLOCK if cpu and (widths != widths[0]).any() else R
-        long = np.flatnonzero(pending > 2)  # prompts: a call each
-        edges = np.unique(np.concatenate([np.arange(0, R, size), long, long + 1, [R]]))
-        base, used, self.blocks = np.zeros(R, int), 0, []
+        prompts, short = np.flatnonzero(pending > 2), np.where(pending > 2, 1, widths)
+        size = min((R, 64, 32, 16, 8, 4) if cpu else (R,), key=lambda n: CALL * -(-R // n) + n * np.
+                   maximum.reduceat(short, np.arange(0, R, n)).sum())
+        edges = np.unique(np.concatenate([np.arange(0, R, size), prompts, prompts + 1, [R]]))
+        self.blocks, fed = [], np.cumsum(np.append(0, widths))  # the latter is `first` on a CPU
         for lo, hi in zip(edges[:-1], edges[1:]):
-            width, slice_ = int(widths[lo:hi].max()), slice(slots[lo], slots[hi - 1] + 1)
-            base[lo:hi] = used + np.arange(hi - lo) * width
-            used += (hi - lo) * width
+            width, here = int(widths[lo:hi].max()), slice(slots[lo], slots[hi - 1] + 1)
             j = torch.arange(width, device=device)
-            query = (first[lo:hi, None] + j).clamp(max=T - 1)  # (rows, width) packed tokens
-            together = slice_.stop - slice_.start == hi - lo  # then the cache is a view, no copy
-            self.blocks.append((slice_ if together else slot[lo:hi], query, start[lo:hi, None] + j,
-                                int((cached + widths)[lo:hi].max()), {}))
-        self.unpad = torch.from_numpy(base).to(device)[row] + offset  # (T,) token -> padded query
+            # Slices are views of queries and cache; only padding and gaps need an index and a copy.
+            even = cpu and (widths[lo:hi] == width).all()
+            query = slice(fed[lo], fed[hi]) if even else torch.where(
+                j < counts[lo:hi, None], first[lo:hi, None] + j, T).flatten()  # T: a padded query
+            self.blocks.append((here if here.stop - here.start == hi - lo else slot[lo:hi], query,
+                                start[lo:hi, None] + j, int((cached + widths)[lo:hi].max()), {}))
 
 
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None, scaling=None,
@@ -354,33 +366,36 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
     """
     more = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
     if ragged is None or dropout or more or not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"{type(module).__name__} needs an attention that is not here: it " + (
-            "does not pass on the batch layout" if ragged is None else f"uses {more}" if more else
-            f"is not causal, or drops out ({dropout})"))
+        why = ("does not pass on the batch layout" if ragged is None else
+               f"uses {more}" if more else f"is not causal, or drops out ({dropout})")
+        raise NotImplementedError(f"{type(module).__name__}: an attention that {why} is not here")
     ragged.layers.add(module.layer_idx)
-    G, outputs, query = query.shape[1] // key.shape[1], [], query[0].transpose(0, 1)  # (T, H, D)
+    query, G = query[0].transpose(0, 1), query.shape[1] // key.shape[1]
+    query = torch.cat([query, query[:1]])  # (T + 1, H, D): the last row stands for padded queries
+    output = query.new_empty(*query.shape[:2], value.shape[3])
     for rows, index, seen, length, masks in ragged.blocks:
-        (r, w), k, v = index.shape, key[rows, :, :length], value[rows, :, :length]
-        q = query[index].unflatten(2, (-1, G)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        (r, w), k, v = seen.shape, key[rows, :, :length], value[rows, :, :length]
+        # Heads that share a key head become queries of it: (r, H_kv, w * G, D), no key is repeated.
+        q = query[index].unflatten(0, (r, w)).unflatten(2, (-1, G)).transpose(1, 2).flatten(2, 3)
         if sliding_window not in masks:  # layers share one of a few masks
             at = torch.arange(length, device=query.device)
             hidden = at > seen[..., None]  # (r, w, length): the future, and stale entries behind
             if sliding_window is not None:
                 hidden |= at <= seen[..., None] - sliding_window
             mask = query.new_zeros(r, w, length).masked_fill_(hidden, torch.finfo(query.dtype).min)
-            masks[sliding_window] = mask[:, None, None].expand(r, 1, G, w, length).flatten(2, 3)
-        mask = masks[sliding_window]  # (r, 1, G * w, length)
+            masks[sliding_window] = mask.repeat_interleave(G, 1)[:, None]
+        mask = masks[sliding_window]  # (r, 1, w * G, length)
         if softcap is None and s_aux is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         else:
             scores = q @ k.mT * scaling
             scores = (softcap * torch.tanh(scores / softcap) if softcap else scores) + mask
             if s_aux is not None:  # a column per head that takes weight and gives nothing (gpt-oss)
-                sink = s_aux.view(-1, G, 1).expand(-1, G, w).reshape(1, -1, G * w, 1)
+                sink = s_aux.view(1, -1, 1, G).expand(-1, -1, w, -1).reshape(1, -1, w * G, 1)
                 scores = torch.cat([scores, sink.expand(r, -1, -1, 1)], -1)
             out = scores.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype) @ v
-        outputs.append(out.unflatten(2, (G, w)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1))
-    return torch.cat(outputs)[ragged.unpad][None], None
+        output[index] = out.unflatten(2, (w, G)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    return output[None, :-1], None
 
 
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal"}
@@ -389,7 +404,7 @@ AttentionInterface.register("ragged", ragged_attention)
 
 @contextlib.contextmanager
 def _attending(configs):
-    """Let a model's configs name ragged attention; they come back as they were, whatever happens."""
+    """Let a model's configs name ragged attention; they come back as they were, come what may."""
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:
@@ -411,14 +426,15 @@ class SlotLM:
     """A causal LM with a KV cache over slots that never computes a prefix twice.
 
     model: a decoder-only transformers model whose attention goes through `AttentionInterface`,
-    unmodified. This object is also the cache that the model is given (`update`). A rejected draft is
-    rolled back by forgetting it: `cached` is lowered, the entry overwritten before it is attended.
+    unmodified. This object is also the cache that the model is given (`update`). A rejected draft
+    is rolled back by forgetting it: `cached` sinks, the entry is overwritten before it is read.
     """
 
     def __init__(self, model, num_slots: int, max_length: int, max_drafts: int = 0):
         self.model, self.shape, self.max_drafts = model, (num_slots, max_length), max_drafts
         self.vocab_size = model.get_input_embeddings().num_embeddings
-        self.configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        configs = (m.config for m in model.modules() if hasattr(m, "config"))
+        self.configs = list({id(config): config for config in configs}.values())
         self.kv = {}  # layer: keys and values, each (slots, H_kv, max_length, D)
         self.cached = np.zeros(num_slots, int)  # tokens of each slot that the cache holds
 
@@ -427,8 +443,8 @@ class SlotLM:
         """(R + budget, V): logits after each slot's last known token and after each of its drafts.
 
         tokens (slots, S): of each slot `lengths` (R,) known tokens, then its drafts; slots (R,)
-        ascending; drafts (R,): how many to verify, summing to budget. Feeds all that the cache
-        lacks: a whole prompt, the last token, or (subtle: after a full acceptance) the last draft too.
+ascending; drafts (R,): how many to verify, summing to budget. Feeds all that the cache
+        lacks: a prompt, the last token, and (subtle: after a full acceptance) the last draft.
         """
         cached = self.cached[slots]
         self.batch = Ragged(slots, cached, lengths - cached, drafts, budget, self.max_drafts,
@@ -446,8 +462,8 @@ class SlotLM:
             raise NotImplementedError(f"{type(self.model).__name__} cannot run as a ragged batch: "
                                       f"{error}") from error
         if not self.batch.layers == set(self.kv) == set(range(self.model.config.num_hidden_layers)):
-            raise NotImplementedError(f"{type(self.model).__name__} has layers without the attention "
-                                      "interface")
+            raise NotImplementedError(f"{type(self.model).__name__} has layers that do not attend "
+                                      "through the attention interface")
         self.cached[slots] = lengths + budget  # an upper bound; commit() makes it exact
         return out.logits[0]
 
@@ -484,14 +500,14 @@ class SlotLM:
 
 @dataclass
 class Stats:
-    """Counts so far. `proposed`, `verified`, `accepted` are per draft position, (K,)."""
+    """Counts so far; the arrays are per draft position, (K,)."""
     proposed: np.ndarray
     verified: np.ndarray
     accepted: np.ndarray
     steps: int = 0
     request_steps: int = 0  # requests in the batch, summed over the steps
     committed: int = 0  # tokens given out, bonus tokens included
-    target_tokens: int = 0  # target query tokens: prompts, one per request and step, verified drafts
+    target_tokens: int = 0  # query tokens: prompts, one per request and step, verified drafts
     seconds: dict = field(default_factory=lambda: dict(draft=0.0, verify=0.0, rest=0.0))
 
     @property
@@ -501,19 +517,20 @@ class Stats:
 
 
 class Step(NamedTuple):
-    """One step as the host saw it, for its B requests."""
-    requests: np.ndarray  # (B,) index of each
-    num_verified: np.ndarray  # (B,)
-    accepted: np.ndarray  # (B,)
-    next_tokens: np.ndarray  # (B,) the replacement of a rejected draft, or the bonus token
-    drafts: np.ndarray  # (B, K)
-    features: np.ndarray  # (B, K) logit(q_max)
-    survival: np.ndarray  # (B, K), -1 where nothing was drafted
-    seconds: dict  # draft, verify, rest; predicted: what the cost table said of all three
+    """One step of B requests, on the host: (B,) arrays, then (B, K) ones, then a dict."""
+    requests: np.ndarray  # index of each
+    num_verified: np.ndarray
+    accepted: np.ndarray
+    next_tokens: np.ndarray  # the replacement of a rejected draft, or the bonus token
+    drafts: np.ndarray
+    features: np.ndarray  # logit(q_max)
+    survival: np.ndarray  # -1 where nothing was drafted
+    seconds: dict  # draft, verify, rest; predicted: what the cost table said of their sum
 
 
 class Result(NamedTuple):
-    tokens: list[list[int]]  # the new tokens of each prompt, an end token included
+    """What `generate` returns: the new tokens of each prompt (an end token included), and how."""
+    tokens: list[list[int]]
     stats: Stats
     estimator: AcceptanceEstimator | None
     cost: CostTable | None
@@ -522,8 +539,8 @@ class Result(NamedTuple):
 class Decoder:
     """Requests in slots, and one step of all of them; arguments as in `generate`.
 
-    requests: an iterator of (prompt, max_new_tokens), endless if you like; one that ends is replaced
-    before the next step. max_length: the most tokens a request may have, its prompt included.
+    requests: an iterator of (prompt, max_new_tokens), endless if you like; one that ends is
+    replaced before the next step. max_length: the most tokens of a request, its prompt included.
     """
 
     def __init__(self, target, drafter, requests, *, max_length, max_batch_size=64,
@@ -545,6 +562,7 @@ class Decoder:
         self.survival = np.ones((B, K))  # of each request's last step
         self.mean_survival, self.mean_confidence = np.ones(K), np.ones(K)  # of the last steps
         self.earned, self.price = np.zeros(2), 0.0  # joint: expected tokens, ms; tokens per ms
+        self.spent = 0.0  # joint: drafts verified in a step, lately
         self.stats = Stats(*np.zeros((3, K), int))
 
     @torch.no_grad()
@@ -565,7 +583,8 @@ class Decoder:
         # 3. trim
         if budget is None:  # joint: a slot is verified if it is worth its price, whatever others do
             num_verified = (survival > self.slot_price(other)).sum(1)  # (R,)
-            budget = int(num_verified.sum())
+            budget = int(_read_back(num_verified.sum()))
+            self.spent = 0.9 * self.spent + 0.1 * budget
         else:
             num_verified = trim(survival, budget)  # (R,)
         # 4. verify: (requests + budget) query tokens; a trimmed draft is not among them
@@ -582,7 +601,7 @@ class Decoder:
         # The one read-back: a float64 table that holds ids and counts exactly.
         finite = torch.stack([logits.amax(-1).isfinite().all(), finite]).expand(R, 2)
         columns = (finite, num_verified, accepted, next_tokens, drafts, features, survival)
-        host = torch.cat([x.double().reshape(R, -1) for x in columns], 1).cpu().numpy()
+        host = _read_back(torch.cat([x.double().reshape(R, -1) for x in columns], 1))
         for name, ok in zip(("target", "drafter"), host[0]):
             if not ok:
                 raise FloatingPointError(f"the {name} returned logits that are not finite")
@@ -595,6 +614,8 @@ class Decoder:
         done.seconds["rest"] = time.perf_counter() - began - sum(done.seconds.values())
         for name in self.stats.seconds:
             self.stats.seconds[name] += done.seconds[name]
+        if self.cost:
+            self.settle(done, other, budget)
         return done
 
     def budget(self, limits, other):
@@ -620,7 +641,8 @@ class Decoder:
         R, K, V, device = self.R, self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         q = torch.zeros(R, K, V, device=device)
-        features, finite = torch.zeros(R, K, device=device), torch.tensor(True, device=device)
+        features = torch.zeros(R, K, device=device)
+        finite = torch.ones((), dtype=torch.bool, device=device)
         survival = torch.full((R, K), -1.0, dtype=torch.float64, device=device)
         alive, slots = torch.ones(R, dtype=torch.float64, device=device), np.arange(R)
         for i in range(K):
@@ -649,7 +671,7 @@ class Decoder:
         of a drafter pass. LOSSLESS: reads only what was known before any draft i was drawn.
         (This and the trim read back once more per pass: free on a CPU.)
         """
-        value = alive.cpu().numpy()[slots] * self.mean_confidence[i] - self.slot_price(other)
+        value = _read_back(alive)[slots] * self.mean_confidence[i] - self.slot_price(other)
         order = np.argsort(-value, kind="stable")
         net = np.cumsum(value[order]) - self.price * self.cost.draft(np.arange(1, len(slots) + 1))
         m = int(np.argmax(net)) + 1 if len(slots) and net.max() > 0 else 0
@@ -657,7 +679,7 @@ class Decoder:
 
     def slot_price(self, other):
         """Joint: the tokens that the time to verify one more draft would have earned otherwise."""
-        span = max(1, self.K * self.R // 2)
+        span = max(1, self.R // 4, int(self.spent))  # where the table has been tried lately
         return self.price * (self.cost.verify(other + span) - self.cost.verify(other)) / span
 
     def commit(self, done: Step, target_tokens: int):
@@ -679,12 +701,8 @@ class Decoder:
         stats.verified += verified.sum(0)
         stats.accepted += (position[:K] < done.accepted[:, None]).sum(0)
         stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + R
-        stats.committed, stats.target_tokens = stats.committed + count.sum(), stats.target_tokens + target_tokens
-        if self.cost and K:
-            passes = drafted.sum(0)
-            ms = self.cost.draft(passes)[passes > 0].sum() + self.cost.verify(R + verified.sum())
-            self.earned = 0.98 * self.earned + [R + done.survival[verified].sum(), ms]
-            self.price = self.earned[0] / self.earned[1]
+        stats.committed += int(count.sum())
+        stats.target_tokens += target_tokens
         before = np.concatenate([np.ones((R, 1)), done.survival[:, :-1]], 1)[:, :K]
         for mean, value in ((self.mean_survival, done.survival), (self.mean_confidence,
                             done.survival / np.maximum(before, 1e-9))):
@@ -693,6 +711,22 @@ class Decoder:
             mean[some] = 0.8 * mean[some] + 0.2 * now[some]
         # Where nothing was drafted, the request's expectation goes on from what it last was.
         self.survival[:R] = np.where(drafted, done.survival, self.mean_survival)
+
+    def settle(self, done: Step, other: int, budget: int):
+        """Hold the step against the cost table: its time, and what a token is worth."""
+        passes = (done.survival >= 0).sum(0)
+        tokens = passes[passes > 0]
+        own = self.cost.draft(tokens).sum() + self.cost.verify(self.R + budget)  # without prompts
+        gain = self.R + done.survival[np.arange(self.K) < done.num_verified[:, None]].sum()
+        self.earned = 0.98 * self.earned + [gain, own]
+        self.price = self.earned[0] / self.earned[1]
+        tokens[:1] += other - self.R  # the first pass feeds new prompts as well
+        drafting, seconds = self.cost.draft(tokens), done.seconds
+        seconds["predicted"] = (drafting.sum() + self.cost.verify(other + budget)) / 1e3
+        if self.cost.learning:
+            for n, ms in zip(tokens, drafting * seconds["draft"] * 1e3 / max(drafting.sum(), 1e-9)):
+                self.cost.draft.learn(n, ms)
+            self.cost.verify.learn(other + budget, 1e3 * (seconds["verify"] + seconds["rest"]))
 
     def admit(self):
         """Hand out finished requests and put new ones in their slots; close up what stays empty."""
@@ -712,13 +746,17 @@ class Decoder:
                     model.move(self.R, slot)
                 continue
             n, self.R = len(prompt), max(self.R, slot + 1)
-            self.tokens[slot, :n] = torch.tensor(prompt, device=self.device)
+            self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
             self.text[slot, :n], self.index[slot] = prompt, index
             self.start[slot] = self.lengths[slot] = n  # the prompt is fed like any pending token
             self.ends[slot] = n + new
             self.survival[slot] = self.mean_survival  # of the new request nothing else is known
             for model in self.models:
                 model.reset(slot)
+
+
+def _read_back(table):
+    return table.cpu().numpy()  # the only way from device to host, where the host has to wait
 
 
 def _mark(device):
@@ -734,8 +772,8 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
                   context_length=128, repeats=5, **law) -> CostTable:
     """Time real steps of this pair at the shapes they will have; arguments as in `generate`.
 
-    prompts are repeated up to context_length tokens. Medians of `repeats` steps after a warm-up, for
-    plain steps of smaller batches and for budgets from none to all at max_batch_size requests.
+    prompts are repeated up to context_length tokens. Medians of `repeats` steps after a warm-up:
+    plain steps of smaller batches, and budgets from none to all at max_batch_size requests.
     """
     K, B, n = num_speculative_tokens, max_batch_size, context_length
     prompts = [list(prompts[i % len(prompts)]) for i in range(B)]
@@ -755,7 +793,7 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
             for model in decoder.models:
                 model.commit(decoder.lengths)
         draft[R], verify[R + budget] = np.median(times[1:], axis=0)
-    return CostTable(draft, verify)
+    return CostTable(draft, verify, learning=True)
 
 
 PLANS = ("fixed", "verification", "joint")
@@ -788,7 +826,8 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
                                      max_batch_size=B, **law)
     decoder = Decoder(target, drafter, [requests[i] for i in numbers], max_batch_size=max(B, 1),
                       max_length=max([len(p) + new for p, new in requests], default=1), seed=seed,
-                      num_speculative_tokens=K, plan=plan, estimator=estimator, cost=cost, eos=eos, **law)
+                      num_speculative_tokens=K, plan=plan, estimator=estimator, cost=cost,
+                      eos=eos, **law)
     while done := decoder.step():
         if on_step:
             on_step(done)
@@ -799,7 +838,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
 
 def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, plan, max_batch_size,
            temperature, top_k, top_p, eos_token_id, seed, estimator, cost, on_step):
-    """Refuse what cannot be served, by name and value, before any work; (prompt, new) pairs, eos."""
+    """Refuse what cannot be served, by name and value, before any work; (requests, eos)."""
     def need(ok, name, what, value):
         if not ok:
             raise ValueError(f"{name} must be {what}, got {value!r}")
@@ -813,10 +852,13 @@ def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, pla
     whole("max_batch_size", max_batch_size, 1)
     whole("top_k", top_k, 0)
     need(plan in PLANS, "plan", f"one of {PLANS}", plan)
+    need(seed is None or isinstance(seed, int), "seed", "None or an int", seed)
     for name, value, high in (("temperature", temperature, 1e6), ("top_p", top_p, 1)):
         need(isinstance(value, (int, float)) and 0 <= value <= high, name, f"in 0..{high}", value)
     need(top_p > 0, "top_p", "above 0", top_p)
-    models = {"target": target, **({"drafter": drafter} if K and not hasattr(drafter, "logits") else {})}
+    models = {"target": target}
+    if K and not hasattr(drafter, "logits"):
+        models["drafter"] = drafter
     for name, model in models.items():
         _check_model(name, model)
         need(model.device == target.device, f"{name}.device", f"{target.device}", model.device)
@@ -824,11 +866,11 @@ def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, pla
     if len(set(sizes.values())) > 1:
         warnings.warn(f"vocabulary sizes differ: {sizes}; what only one has is never drafted",
                       stacklevel=3)
-    need(isinstance(prompts, (list, tuple, Tensor, np.ndarray)), "prompts", "a list of lists", prompts)
+    need(isinstance(prompts, (list, tuple, Tensor, np.ndarray)), "prompts", "lists of ids", prompts)
     prompts = [p.tolist() if isinstance(p, (Tensor, np.ndarray)) else p for p in prompts]
     new = list(max_new_tokens) if np.ndim(max_new_tokens) else [max_new_tokens] * len(prompts)
     need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
-    limit = min(getattr(m.config, "max_position_embeddings", None) or 2**62 for m in models.values())
+    limit = min(getattr(m.config, "max_position_embeddings", 0) or 2**62 for m in models.values())
     for i, prompt in enumerate(prompts):
         name = f"prompts[{i}]"
         need(isinstance(prompt, (list, tuple)) and len(prompt), name, "a list of token ids", prompt)
@@ -852,11 +894,11 @@ def _check_model(name, model):
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, torch.nn.Module):
         raise ValueError(f"{name} must be a transformers causal LM, got {type(model).__name__}")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", 0) or ()) - {"full_attention", "sliding_attention"}
     for bad, why in ((model.training, "is in training mode: call .eval()"),
                      (config.is_encoder_decoder, "is an encoder-decoder"),
                      (model._is_stateful, "keeps a recurrent state, which cannot forget a draft"),
-                     (not model._supports_attention_backend, "does not use the attention interface"),
+                     (not model._supports_attention_backend, "has no attention interface"),
                      (kinds, f"has layers of kind {sorted(kinds)}")):
         if bad:
             raise ValueError(f"{name}: {type(model).__name__} {why}")

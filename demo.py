@@ -1,0 +1,828 @@
+# SPDX-License-Identifier: MIT
+"""Adaptive verification on a real pair of models: `python demo.py`.
+
+What you will see, in this order:
+  1. the pair of models, the machine, the settings, and that greedy decoding comes out the same
+     token by token, whichever way of decoding is used;
+  2. what a step costs here, measured: the target alone, with drafts to check, one drafter pass;
+  3. one request, step by step: which drafts were accepted, rejected, or not worth verifying;
+  4. THE table: plain decoding, fixed K, verification (the published rule) and joint (which also
+     stops drafting where that does not pay) at several loads, then the reason for each gain;
+  5. what the estimator learned, and whether its predictions came true.
+
+`python demo.py sweep` tries every fixed K at more loads, with `--peers` transformers' generate too.
+No GPU and no network are needed: a small pair whose tokens are bytes is trained on first use (two
+and a half minutes) and kept. Your own pair: `--target NAME --draft NAME`, hub names or folders.
+What it is not: a benchmark of large models. `--quick` is a check and measures nothing to quote.
+"""
+# ruff: noqa: E402
+import os
+import signal
+
+if __name__ == "__main__":  # the libraries below take seconds to load: Ctrl-C is quiet then too
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import argparse
+import copy
+import csv
+import functools
+import itertools
+import math
+import pathlib
+import platform
+import pydoc_data.topics
+import random
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import av
+
+# ---------------------------------------------------------------------------------------------
+# 1. The built-in pair: two byte-level Llamas, trained on first use on texts of Python's library.
+
+LENGTH = 256  # bytes per training sequence: positions beyond it are untrained
+BATCH = 9  # three sequences of each workload; more per step would leave the drafter fewer steps
+
+
+def workloads(held_out: bool = False) -> dict[str, bytes]:
+    """Three texts of unlike difficulty from Python's own library: their first 90 % or the rest."""
+    lib = pathlib.Path(sysconfig.get_path("stdlib"))
+    tables = [*lib.glob("encodings/cp*.py"), *lib.glob("encodings/iso*.py")]
+    packages = "asyncio concurrent email html http importlib json logging unittest urllib xml"
+    code = [*lib.glob("*.py"), *(f for p in packages.split() for f in lib.glob(f"{p}/**/*.py"))]
+    topics = pydoc_data.topics.topics
+    documents = {
+        "tables": [f.read_bytes() for f in sorted(tables)],
+        "code": [f.read_bytes() for f in sorted(code)],
+        "prose": [topics[name].encode() for name in sorted(topics)],
+    }
+    texts = {}
+    for name, parts in documents.items():
+        limit, size, split = 0.9 * sum(map(len, parts)), 0, 0
+        while size < limit:  # whole documents: nothing held out was half seen in training
+            size, split = size + len(parts[split]), split + 1
+        texts[name] = b"\n".join(parts[split:] if held_out else parts[:split])
+    return texts
+
+
+def build_pair(seed: int = 0, large: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """An untrained target (8 layers of 384, 12.7 M weights) and drafter (1 layer of 128).
+
+    large: 12 layers of 768 and 1 of 256, for a GPU, where the small ones are all launches.
+    """
+    layers, size, width = (12, 768, 256) if large else (8, 384, 128)
+    common = dict(vocab_size=256, max_position_embeddings=512, tie_word_embeddings=False,
+                  num_key_value_heads=1,  # one shared key and value head keeps the cache small
+                  bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    target = LlamaConfig(hidden_size=size, num_hidden_layers=layers, num_attention_heads=size // 64,
+                         intermediate_size=size * 11 // 4, **common)
+    drafter = LlamaConfig(hidden_size=width, num_hidden_layers=1, num_attention_heads=width // 64,
+                          intermediate_size=width * 8 // 3, **common)
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(target), LlamaForCausalLM(drafter)
+
+
+def optimizers(model, matrix_lr: float, other_lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embeddings, norms and the head."""
+    inner = {n: p for n, p in model.named_parameters() if "layers." in n and p.ndim == 2}
+    rest = [p for n, p in model.named_parameters() if n not in inner]
+    return [torch.optim.Muon(inner.values(), lr=matrix_lr, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=other_lr, betas=(0.9, 0.98), weight_decay=0.0)]
+
+
+def pair_losses(target, drafter, ids: torch.Tensor, fraction: float):
+    """The loss to descend, and for display the target's nats per byte and the acceptance."""
+    with torch.autocast(ids.device.type, torch.bfloat16):  # 1.3 times faster on a CPU with AMX
+        logits = target(input_ids=ids[:, :-1], use_cache=False).logits.float()
+        drafted = drafter(input_ids=ids[:, :-1], use_cache=False).logits.float()
+    nats = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    p, log_q = logits.detach().softmax(-1), drafted.log_softmax(-1)
+    imitation = -(p * log_q).sum(-1).mean()
+    accepted = torch.minimum(p, log_q.exp()).sum(-1).mean()
+    # Cross entropy starts the drafter off; later the acceptance itself, which is what counts in
+    # use, takes over (cross entropy alone ended at a lower acceptance).
+    early, late = max(0.1, 1 - 2 * fraction), 3 * min(1.0, 2 * fraction)
+    return nats + early * imitation + late * (1 - accepted), nats, accepted
+
+
+def train_pair(target, drafter, seconds: float = 150.0, seed: int = 0,
+               progress: Callable[[float, dict], None] = lambda fraction, losses: None) -> None:
+    """Train both in one loop that ends on time: the drafter imitates what the target learns."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in workloads().values()]
+    optims = optimizers(target, 1e-2, 3e-3) + optimizers(drafter, 1e-2, 1e-2)
+    groups = [(group, group["lr"]) for optim in optims for group in optim.param_groups]
+    for model in (target, drafter):  # the fused attention's backward pass is slow on a CPU
+        model.train().set_attn_implementation("eager")
+    start = reported = time.monotonic()
+    while (fraction := (time.monotonic() - start) / seconds) < 1:
+        for group, peak in groups:  # by the clock, so that a slow machine decays in time too
+            group["lr"] = peak * min(1.0, fraction / 0.03 + 0.03, (1 - fraction) / 0.6)
+        rows = []
+        for i in range(BATCH):
+            text = texts[i % len(texts)]
+            at = int(torch.randint(len(text) - LENGTH, (), generator=generator))
+            rows.append(text[at:at + LENGTH + 1])
+        ids = torch.stack(rows).long().to(target.device)
+        loss, nats, accepted = pair_losses(target, drafter, ids, fraction)
+        loss.backward()
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        if time.monotonic() - reported > 0.5:
+            reported = time.monotonic()
+            progress(fraction, {"target": nats.item(), "accepted": accepted.item()})
+    for model in (target, drafter):
+        model.eval().set_attn_implementation("sdpa")
+
+
+def cached_pair(file: pathlib.Path, large: bool):
+    """The pair kept in `file`, or None; with a word if something else, or half of it, is there."""
+    if not file.exists():
+        return None
+    try:
+        pair = build_pair(large=large)
+        for model, weights in zip(pair, torch.load(file, weights_only=True), strict=True):
+            model.load_state_dict(weights)
+            if not all(w.isfinite().all() for w in weights.values()):
+                raise ValueError("not finite")
+        return [model.eval() for model in pair]
+    except Exception as error:  # whatever is wrong with it, the cure is the same
+        print(f"{file} holds no usable pair ({type(error).__name__}): training anew")
+        return None
+
+
+def built_in_pair(device: torch.device, quick: bool):
+    """The built-in (target, drafter) on `device`: from the cache, or trained now and kept there."""
+    large = device.type == "cuda"
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder, name = pathlib.Path(home) / "adaptive-verification", "pair-large" if large else "pair"
+    pair = cached_pair(folder / f"{name}.pt", large)
+    if quick and not pair:  # a hasty pair has its own name and never takes the real one's place
+        name += "-quick"
+        pair = cached_pair(folder / f"{name}.pt", large)
+    if pair:
+        return [model.to(device) for model in pair]
+    seconds = 20 if quick else 150
+    print(f"training the built-in pair for {seconds} s" + (" only (--quick)" if quick else "")
+          + f", this once; it will be kept in {folder}", flush=True)
+    pair = [model.to(device) for model in build_pair(large=large)]
+    train_pair(*pair, seconds, progress=lambda done, losses: status(
+        f"[{'#' * round(30 * done):30}] {done:4.0%}  target {losses['target']:.2f} nats per byte, "
+        f"drafts accepted {losses['accepted']:.0%}"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temp:  # killed here, nothing half is left
+            torch.save([model.state_dict() for model in pair], f"{temp}/pair.pt")
+            os.replace(f"{temp}/pair.pt", folder / f"{name}.pt")
+    except OSError as error:
+        print(f"the pair cannot be kept ({error}): next time it is trained again")
+    return pair
+
+
+# ---------------------------------------------------------------------------------------------
+# 2. Pairs, prompts, requests.
+
+# Ungated, with one Llama vocabulary of 32,000 entries. The drafter has two layers: on a GPU a pass
+# over a small model costs its launches, and these are counted in layers.
+HUB_PAIR = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Felladrin/Llama-68M-Chat-v1"
+HUB_PROMPTS = [f"{ask} {what}." for what in (
+    "the tides", "the game of chess", "a lighthouse", "binary search", "bread", "prime numbers",
+    "the moon", "sorting a list") for ask in (
+    "Write commented Python code about", "Tell me a short story about", "List twenty facts about")]
+PROMPT, NEW = 64, (64, 96)  # bytes of a built-in prompt; new tokens per request, from and to
+
+
+class Pair(NamedTuple):
+    """Two models, what they are asked, and how to show one of their tokens."""
+    name: str
+    target: torch.nn.Module
+    drafter: torch.nn.Module
+    prompts: list[list[int]]
+    show: Callable[[int], str]
+    eos: list[int] = []
+    kinds: list[str] = []  # of the prompts, which take turns
+
+
+def byte_pair(device: torch.device, quick: bool, lines: list[str], seed: int) -> Pair:
+    """The built-in pair, to go on with the given lines or with held-out text of three kinds."""
+    models, texts = built_in_pair(device, quick), workloads(held_out=True)
+    if lines:  # their ends: all positions must be trained ones
+        prompts = [list(line.encode()[-(LENGTH - NEW[1]):]) for line in lines]
+        return Pair("built-in, tokens are bytes", *models, prompts, chr)
+    rng, prompts = random.Random(seed), []
+    for text in list(texts.values()) * 100:
+        start = rng.randrange(len(text) - PROMPT)
+        prompts.append(list(text[start:start + PROMPT]))
+    return Pair("built-in, tokens are bytes", *models, prompts, chr, kinds=list(texts))
+
+
+def named_pair(names: tuple[str, str], device: torch.device, lines: list[str]) -> Pair:
+    """Any two causal LMs with one vocabulary, by hub name or folder, in float32 at first."""
+    tokenizer, other = [transformers.AutoTokenizer.from_pretrained(name) for name in names]
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        odd = min(ours.items() ^ theirs.items())[0]
+        sys.exit(f"the vocabularies differ: {names[0]} has {len(ours)} tokens, {names[1]} has "
+                 f"{len(theirs)}; {odd!r} is {ours.get(odd)} in the first and {theirs.get(odd)} in "
+                 "the second. A drafter must speak the target's tokens.")
+    models = [transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+              .to(device).eval() for name in names]
+    prompts = []
+    for line in lines or HUB_PROMPTS:
+        if chat := tokenizer.chat_template:
+            line = tokenizer.apply_chat_template([{"role": "user", "content": line}],
+                                                 tokenize=False, add_generation_prompt=True)
+        # subtle: a chat template brings its own start token; a second one was never trained on.
+        prompts.append(tokenizer(line, add_special_tokens=not chat).input_ids)
+    eos = models[0].generation_config.eos_token_id
+    return Pair(" + ".join(names), *models, prompts, lambda token: tokenizer.decode([token]),
+                eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+
+def find_pair(args, device: torch.device) -> Pair:
+    """The pair that the flags name; else on CUDA one from the hub, if it can be reached."""
+    lines = []
+    if args.prompts:
+        lines = pathlib.Path(args.prompts).read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if line.strip()]
+    if args.target:
+        try:
+            return named_pair((args.target, args.draft), device, lines)
+        except (OSError, ValueError) as error:
+            sys.exit(f"cannot load {args.target} with {args.draft}: {str(error).splitlines()[0]}")
+    if device.type == "cuda" and not args.quick:
+        try:
+            return named_pair(HUB_PAIR, device, lines)
+        except Exception as error:  # no network, a proxy, a full disk: the demo goes on without
+            print(f"no pair from the hub ({type(error).__name__}): the built-in one serves instead")
+    return byte_pair(device, args.quick, lines, args.seed)
+
+
+def requests(prompts: list[list[int]], load: int, seed: int):
+    """Endless (prompt, max_new_tokens), the same ones for every arm; the prompts take turns."""
+    rng = random.Random(seed)
+    for n in itertools.count():
+        new = rng.randint(*NEW) // (2 if load < FEW else 1)
+        # The first batch is cut short at random: else it would all end, and be refilled, at once.
+        yield prompts[n % len(prompts)], rng.randint(1, new) if n < load else new
+
+
+# ---------------------------------------------------------------------------------------------
+# 3. Screens.
+
+COLOURS = {"+": "32", "x": "31", "-": "33", ".": "90", "*": "1;36", "bold": "1", "dim": "2"}
+
+
+def paint(text: str, colour: str) -> str:
+    """Coloured on a terminal; as it is when piped, or with NO_COLOR set."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\033[{COLOURS[colour]}m{text}\033[0m"
+
+
+def status(text: str = ""):
+    """A passing line on a terminal, replaced by the next one; nothing in a file."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def visible(text: str) -> str:
+    """A token as it can stand in a line."""
+    signs = {" ": "_", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    return "".join(signs.get(c, c if c.isprintable() else "?") for c in text) or "''"
+
+
+def percent(ratios: list[float]) -> str:
+    """The median gain and its range: +12 % [+10..+15]."""
+    middle, low, high = [100 * (f(ratios) - 1) for f in (statistics.median, min, max)]
+    return f"{middle:+4.0f} % [{low:+.0f}..{high:+.0f}]"
+
+
+def machine(device: torch.device) -> str:
+    """The hardware in words."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    cpuinfo = pathlib.Path("/proc/cpuinfo")  # Linux; elsewhere Python knows the name or it does not
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+@dataclass
+class Run:
+    """A pair, and the settings it runs with."""
+    pair: Pair
+    K: int
+    law: dict  # temperature, top_p
+    loads: list[int]  # requests at once
+    seed: int
+    rounds: int
+    quick: bool
+    late: float = math.inf  # time after which no load of 256 or more is begun
+    estimators: dict = field(default_factory=dict)  # one per arm, which goes on learning
+
+    @property
+    def arms(self) -> list[tuple[str, int, str]]:
+        """Name, K and plan of the table's arms."""
+        return [("plain", 0, "fixed"), (f"fixed {self.K}", self.K, "fixed"),
+                ("verification", self.K, "verification"), ("joint", self.K, "joint")]
+
+    def title(self, text: str):
+        """A headline, and under it on what and how often was measured."""
+        status()
+        print("\n" + paint(text, "bold") + "  (QUICK CHECK: nothing to quote)" * self.quick)
+        print(paint(f"[{machine(self.pair.target.device)}; seed {self.seed}, {self.rounds} rounds]",
+                    "dim"), flush=True)
+
+
+def introduce(run: Run):
+    """Which pair, device, sizes, settings."""
+    print(paint(f"pair      {run.pair.name}", "bold"))
+    for name, model in (("target", run.pair.target), ("drafter", run.pair.drafter)):
+        c, size = model.config, sum(w.numel() for w in model.parameters()) / 1e6
+        print(f"  {name:8}{type(model).__name__}, layers: {c.num_hidden_layers} of width "
+              f"{c.hidden_size}, {size:.1f} M weights, vocabulary {c.vocab_size}")
+    mean = statistics.mean(map(len, run.pair.prompts))
+    print(f"device    {machine(run.pair.target.device)}")
+    print(f"settings  K = {run.K}, temperature {run.law['temperature']:g}, top-p "
+          f"{run.law['top_p']:g}, seed {run.seed}; {len(run.pair.prompts)} prompts of about "
+          f"{mean:.0f} tokens" + (f": {', '.join(run.pair.kinds)}" if run.pair.kinds else ""))
+
+
+def greedy_check(run: Run):
+    """Temperature 0, float32: each arm must give, token for token, what the target alone gives."""
+    pair, ids, outputs = run.pair, run.pair.prompts[:6], {}
+    # A made-up table, steep enough to trim and to stop drafting; the true one is not measured yet.
+    cost = av.CostTable({1: 1.0, 64: 2.0}, {1: 10.0, 64: 40.0})
+    for name, K, plan in run.arms:
+        outputs[name] = av.generate(
+            pair.target, pair.drafter if K else None, ids, num_speculative_tokens=K, plan=plan,
+            max_new_tokens=48, max_batch_size=4, temperature=0, eos_token_id=pair.eos,
+            cost=cost).tokens
+        assert outputs[name] == outputs["plain"], f"greedy decoding: {name} differs from plain"
+    print(f"check     greedy, {len(ids)} prompts, the same for all: fixed, verification and joint "
+          f"gave the {sum(map(len, outputs['plain']))} tokens of plain decoding", flush=True)
+
+
+def draft_ms(cost: av.CostTable, load: int, K: int) -> float:
+    """Milliseconds to verify one more draft, on the average from none to all."""
+    return (cost.verify(load * (K + 1)) - cost.verify(load)) / (load * K)
+
+
+def measure(run: Run) -> dict[int, av.CostTable]:
+    """Measure and show a cost table for each load: {requests: table}."""
+    run.title("What a step costs in ms, by load (requests at once). T(n): n tokens into the target")
+    print(f"  load{'a drafter pass':>17}{'no drafts':>21}{f'{run.K} drafts each':>21}"
+          f"{'one more draft':>18}")
+    context, costs = round(statistics.mean(map(len, run.pair.prompts)) + sum(NEW) / 4), {}
+    for load in run.loads:
+        status(f"{load} requests: timing real steps")
+        cost = costs[load] = av.measure_costs(
+            run.pair.target, run.pair.drafter, run.pair.prompts, num_speculative_tokens=run.K,
+            max_batch_size=load, context_length=context, repeats=5 if load <= 16 else 3, **run.law)
+        status()
+        every = load * (run.K + 1)
+        print(f"{load:6}{cost.draft(load):17.2f}{f'T({load})':>12}{cost.verify(load):9.2f}"
+              f"{f'T({every})':>12}{cost.verify(every):9.2f}{draft_ms(cost, load, run.K):18.3f}",
+              flush=True)
+    return costs
+
+
+def trace(run: Run, cost: av.CostTable, load: int, steps: int = 8):
+    """The first steps of one request among `load`, under the published rule."""
+    run.title(f"One request among {load}, step by step, with verification")
+    print("  ".join(paint(f"{mark} {word}", mark) for mark, word in (
+        ("+", "accepted"), ("x", "rejected"), ("-", "verified in vain, behind a rejection"),
+        (".", "not verified"), ("*", "bonus, drawn from the target"))))
+    print(paint("under each draft: its estimated chance to be kept, in %   (_ is a space)", "dim"))
+    decoder = Arm(run, load, *run.arms[2], cost).decoder
+    watched = next(i for i in itertools.count(decoder.step().requests.max() + 1) if i % 3 == 1)
+    shown = 0
+    while shown < steps:
+        done = decoder.step()
+        for row in np.flatnonzero(done.requests == watched):
+            if not shown:
+                prompt = run.pair.prompts[watched % len(run.pair.prompts)]
+                print("prompt   ..." + visible("".join(map(run.pair.show, prompt)))[-80:])
+            shown += 1
+            print_step(shown, done, row, run.pair.show)
+        if done.requests.max() > watched + load:  # it ended early
+            break
+
+
+def print_step(number: int, done: av.Step, row: int, show: Callable[[int], str]):
+    """A line of marked tokens, and under them their estimated survivals."""
+    verified, accepted = done.num_verified[row], done.accepted[row]
+    tokens, chances = f"step {number:2}  ", " " * 10
+    for i in range((done.survival[row] >= 0).sum()):
+        mark = "+" if i < accepted else "." if i >= verified else "x" if i == accepted else "-"
+        text = visible(show(done.drafts[row, i]))
+        tokens += paint(mark + text, mark) + " " * max(5 - len(text), 2)
+        chances += f"{100 * done.survival[row, i]:<{max(len(text) + 1, 4) + 2}.0f}"
+    print(tokens + paint("*" + visible(show(done.next_tokens[row])), "*"))
+    print(paint(chances.rstrip(), "dim"))
+
+
+# ---------------------------------------------------------------------------------------------
+# 4. Measuring. All arms of a load are alive at once and take turns in short slices, so that what
+#    else the machine does falls on all of them alike. A slice lasts until some requests have ended,
+#    the same ones for each arm: easy and hard texts differ by more than the arms do.
+
+FEW = 4  # with fewer requests at once than this they are half as long, or it would take minutes
+
+
+class Arm:
+    """One way to decode at one load: a decoder that lives on from slice to slice."""
+
+    def __init__(self, run: Run, load: int, name: str, K: int, plan: str, cost: av.CostTable):
+        status(f"{load} requests: warming up {name}")
+        pair, began = run.pair, time.perf_counter()
+        estimator = None if plan == "fixed" else run.estimators.setdefault(
+            name, av.AcceptanceEstimator(K, device=pair.target.device))
+        self.name, self.requests = name, max(3, (2 - run.quick) * math.isqrt(load))
+        self.decoder = av.Decoder(
+            pair.target, pair.drafter if K else None, requests(pair.prompts, load, run.seed),
+            max_length=max(map(len, pair.prompts)) + NEW[1], max_batch_size=load, plan=plan,
+            num_speculative_tokens=K, estimator=estimator, cost=cost if estimator else None,
+            eos=pair.eos, seed=run.seed, **run.law)
+        # Until the estimator has been refitted once, but not for ever.
+        while (spent := time.perf_counter() - began) < 0.5 or (
+                estimator and estimator.steps < estimator.refit_every and spent < 5):
+            self.decoder.step()
+        self.decoder.requests = enumerate(requests(pair.prompts, load, run.seed))
+        ended = len(self.decoder.finished)
+        while len(self.decoder.finished) < ended + min(load, self.requests):
+            self.decoder.step()
+        self.stats = self.decoder.stats = av.Stats(*np.zeros((3, K), int))
+        self.rates, self.steps = [], []  # tokens/s by slice; (Step, target tokens, seconds)
+
+    def slice(self, seconds: float = 3.0):
+        """Steps until some requests have ended, or for `seconds`; their tokens per second."""
+        began, tokens, ended = time.perf_counter(), self.stats.committed, len(self.decoder.finished)
+        while (then := time.perf_counter()) < began + seconds and (
+                len(self.decoder.finished) < ended + self.requests):
+            before, done = self.stats.target_tokens, self.decoder.step()
+            self.steps.append((done, self.stats.target_tokens - before, time.perf_counter() - then))
+        self.rates.append((self.stats.committed - tokens) / (time.perf_counter() - began))
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, the median over the slices."""
+        return statistics.median(self.rates)
+
+    @property
+    def spread(self) -> str:
+        """Its least and its most."""
+        return f"[{min(self.rates):.0f}..{max(self.rates):.0f}]"
+
+    def over(self, other: "Arm") -> list[float]:
+        """Rate over another arm's, round by round."""
+        return [mine / its for mine, its in zip(self.rates, other.rates)]
+
+    def per_step(self) -> tuple[float, float, float]:
+        """Tokens out, drafts drawn, drafts verified, each per request and step."""
+        drawn, verified = self.stats.proposed.sum(), self.stats.verified.sum()
+        steps = max(self.stats.request_steps, 1)
+        return self.stats.accept_length, drawn / steps, verified / steps
+
+
+def race(run: Run, load: int, arms: list[tuple], cost: av.CostTable, report: Callable) -> list[Arm]:
+    """Warm up, then let the arms take turns, each round from another one on; then `report` them.
+
+    After Ctrl-C too, if each arm has had a slice: what has been measured is shown.
+    """
+    arms = [Arm(run, load, *arm, cost) for arm in arms]
+    try:
+        for i in range(run.rounds):
+            for arm in arms[i % len(arms):] + arms[:i % len(arms)]:
+                status(f"{load} requests: round {i + 1} of {run.rounds}, {arm.name}")
+                arm.slice()
+    finally:
+        status()
+        if all(arm.rates for arm in arms):
+            report(load, arms)
+    return arms
+
+
+# ---------------------------------------------------------------------------------------------
+# 5. `python demo.py`
+
+
+def show(run: Run, args):
+    """The screens, in the order of the module's docstring."""
+    costs, results = measure(run), {}
+    load = max([n for n in run.loads if n <= 16], default=min(run.loads))
+    trace(run, costs[load], load)
+    run.title("Tokens per second, load (requests at once) kept up: median of slices [least..most]")
+    print(f"  load  {'arm':13}{'tokens/s':>8}{'':15}{f'gain over fixed {run.K}':23}"
+          "tokens out  drafted  verified")
+
+    def rows(load, arms):
+        results[load] = arms
+        for arm in arms:
+            gain = "baseline" if arm is arms[1] else percent(arm.over(arms[1]))
+            out, drafted, verified = arm.per_step()
+            row = (f"{load:6}  {arm.name:13}{arm.rate:8.0f} {arm.spread:14}{gain:23}{out:10.2f}"
+                   f"{drafted:9.2f}{verified:10.2f}")
+            best = arm.rate == max(other.rate for other in arms)
+            print(paint(row, "bold") if best else row, flush=True)
+
+    try:
+        for load in run.loads:
+            if load >= 256 and time.monotonic() > run.late:
+                print(f"{load:6}  left out, for time: --concurrency {load} measures it")
+                continue
+            race(run, load, run.arms, costs[load], rows)
+    finally:
+        if results:
+            print(f"{'':45}(per request and step; tokens out: the bonus token included)")
+            explain(run, results, costs)
+            print_estimators(run)
+            print_calibration(run, results, costs)
+
+
+def explain(run: Run, results: dict[int, list[Arm]], costs: dict[int, av.CostTable]):
+    """By load: the price of a draft from the cost table, how many bring less, what an arm does."""
+    run.title("Why: a draft brings its chance to be kept; it costs time, which is worth tokens too")
+    print(f"  load  {'arm':13}{'a draft costs, in tokens':27}bring less   so it{'':19}"
+          f"gain over fixed {run.K}")
+    for load, (_, fixed, verification, joint) in results.items():
+        check, draw = [ms * verification.rate / 1e3 for ms in (
+            draft_ms(costs[load], load, run.K), costs[load].draft(load) / load)]
+        chance = np.concatenate([done.survival.ravel() for done, _, _ in verification.steps])
+        chance = chance[chance >= 0]
+        (_, drawn, verified), depth = verification.per_step(), joint.per_step()[1]
+        for price, what, so, arm in (
+                (check, "to verify", f"verifies {verified:.1f} of {drawn:.1f}", verification),
+                (check + draw, "to draw and verify", f"draws {depth:.1f} of {drawn:.1f}", joint)):
+            print(f"{load:6}  {arm.name:13}{price:.2f} {what:22}{(chance < price).mean():10.0%}"
+                  f"   {so:24}{percent(arm.over(fixed))}")
+    print(f"{'':13}(bring less: drafts whose estimated chance to be kept is below what they cost)")
+
+
+def print_estimators(run: Run):
+    """Slopes and intercepts."""
+    run.title("What was learned: logit P(draft i is accepted) = w logit(q_max) + b_i")
+    for name, estimator in run.estimators.items():
+        print(f"  {name:14}w {estimator.slope:.2f}    b_1 to b_{run.K}: "
+              + " ".join(f"{b:+.2f}" for b in estimator.intercepts)
+              + f"    ({estimator.steps} steps)")
+    print("  (both start at w 0.50, b -0.20; published for other pairs: w 0.44 to 0.59)")
+
+
+def labels(steps: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
+    """For each verified draft up to the first rejection: predicted confidence, and if accepted."""
+    predicted, seen = [], []
+    for done, _, _ in steps:
+        position = np.arange(done.drafts.shape[1])
+        labelled = (position < done.num_verified[:, None]) & (position <= done.accepted[:, None])
+        before = np.pad(done.survival, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
+        predicted.append((done.survival / before)[labelled])
+        seen.append((position < done.accepted[:, None])[labelled])
+    return np.concatenate(predicted), np.concatenate(seen)
+
+
+def print_calibration(run: Run, results: dict, costs: dict, bins: int = 10):
+    """Predicted against seen: the chance to be accepted, in bins, and the time of a step."""
+    predicted, seen = labels([step for arms in results.values() for step in arms[2].steps])
+    run.title(f"Did it come true? The {len(seen):,} drafts that verification checked, all loads")
+    print("  predicted    mean    seen   drafts   seen (#), predicted (|)")
+    which, error = np.minimum((predicted * bins).astype(int), bins - 1), 0.0
+    for b in np.unique(which):
+        mean, share, n = predicted[which == b].mean(), seen[which == b].mean(), (which == b).sum()
+        error += abs(mean - share) * n / len(seen)
+        bar = list(f"{'#' * round(40 * share):41}")
+        bar[round(40 * mean)] = "|"
+        print(f"  {b / bins:.1f} to {(b + 1) / bins:.1f} {mean:6.2f}  {share:6.2f} {n:8}   "
+              + "".join(bar).rstrip())
+    print(f"  expected calibration error {error:.3f} (published: 0.010)")
+    ratios = {n: statistics.median(clock(arms[2:], costs[n])) for n, arms in results.items()}
+    print("  time of a step, as the cost table predicts it / as it was, median: "
+          + ", ".join(f"{ratio:.2f} at {load}" for load, ratio in ratios.items()))
+
+
+def clock(arms: list[Arm], cost: av.CostTable) -> list[float]:
+    """Of each step of some arms: the time that the cost table says over the time it took."""
+    ratios = []
+    for done, tokens, seconds in [step for arm in arms for step in arm.steps]:
+        passes = (done.survival >= 0).sum(0)  # tokens of each drafter pass
+        passes[0] += tokens - len(done.requests) - done.num_verified.sum()  # new prompts
+        ms = cost.draft(passes[passes > 0]).sum() + cost.verify(tokens)
+        ratios.append(ms / seconds / 1e3)
+    return ratios
+
+
+# ---------------------------------------------------------------------------------------------
+# 6. `python demo.py sweep`: is adaptive on the frontier, or does some fixed K beat it?
+
+
+def sweep(run: Run, args):
+    """Every fixed K and both adaptive rules at each load; then text by text; then the peers."""
+    arms = [(f"fixed {k}" if k else "plain", k, "fixed") for k in range(run.K + 1)] + run.arms[2:]
+    costs, points = measure(run), {}
+    run.title("Tokens per second, and per second and request, at steady load: median [least..most]")
+    print(f"  load  {'arm':13}{'tokens/s':>8}{'':17}{'per request':>11}   of the best fixed K")
+
+    def rows(load, arms):
+        points[load], best = arms, max(arms[:-2], key=lambda arm: arm.rate)
+        for arm in arms:
+            share = arm.over(best)
+            print(f"{load:6}  {arm.name:13}{arm.rate:8.0f} {arm.spread:16}{arm.rate / load:11.1f}"
+                  f"   {statistics.median(share):.2f} [{min(share):.2f}..{max(share):.2f}]"
+                  + " <- best fixed K" * (arm is best), flush=True)
+
+    try:
+        for load in run.loads:
+            race(run, load, arms, costs[load], rows)
+    finally:
+        if points:
+            frontier(run, points)
+        if points and args.csv:
+            write_csv(args.csv, points)
+    if run.pair.kinds:
+        by_kind(run, costs)
+    if args.peers:
+        for load in {1, 64} & set(run.loads):
+            peers(run, load, costs[load])
+
+
+def frontier(run: Run, points: dict[int, list[Arm]]):
+    """The points as a chart, and at which loads the adaptive rules are on the frontier."""
+    run.title("The frontier: up, more tokens in all; right, faster for each request (log scales)")
+    marks = [str(k % 10) for k in range(run.K + 1)] + ["V", "J"]
+    dots = [(math.log(arm.rate / load), math.log(arm.rate), mark)
+            for load, arms in points.items() for arm, mark in zip(arms, marks)]
+    (left, right), (low, high) = [(min(v), max(v)) for v in list(zip(*dots))[:2]]
+    grid = [[" "] * 80 for _ in range(21)]
+    for x, y, mark in dots:
+        row, column = (high - y) / max(high - low, 1e-9), (x - left) / max(right - left, 1e-9)
+        grid[round(20 * row)][round(79 * column)] = mark
+    for i, line in enumerate(grid):
+        edge = {0: f"{math.exp(high):.0f}", 20: f"{math.exp(low):.0f}"}.get(i, "")
+        print(f"{edge:>7} ┤{''.join(line).rstrip()}")
+    print(f"{'':8}└{'─' * 80}\n{'':9}{math.exp(left):<73.0f}{math.exp(right):>7.0f}")
+    print(f"{'':9}0 to {run.K}: that fixed K (0 is plain decoding)   V: verification   J: joint")
+    for load, arms in points.items():
+        best = max(arms[:-2], key=lambda arm: arm.rate)
+        for arm in arms[-2:]:
+            ahead = [f"{a.name} at {n}" for n, others in points.items() for a in others[:-2]
+                     if a.rate > arm.rate and a.rate / n > arm.rate / load]
+            print(f"{load:6}  {arm.name:13}" + (f"behind {', '.join(ahead)}" if ahead else
+                  "on the frontier") + f"; against {best.name} here {percent(arm.over(best))}")
+
+
+def write_csv(file: str, points: dict[int, list[Arm]]):
+    """One line per load and arm."""
+    with open(file, "w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        writer.writerow("load arm tokens_per_s least most accept_length drafted verified".split())
+        for load, arms in points.items():
+            for arm in arms:
+                numbers = (arm.rate, min(arm.rates), max(arm.rates), *arm.per_step())
+                writer.writerow([load, arm.name, *(f"{x:.3f}" for x in numbers)])
+    print(f"written: {file}")
+
+
+def by_kind(run: Run, costs: dict[int, av.CostTable]):
+    """The gain of each rule on one kind of text at a time, at the load nearest to 64."""
+    load = min(run.loads, key=lambda n: abs(n - 64))
+    run.title(f"Gain over fixed {run.K} on one kind of text at a time, {load} requests")
+    for i, kind in enumerate(run.pair.kinds):
+        prompts = run.pair.prompts[i::len(run.pair.kinds)]
+        alone = replace(run, pair=run.pair._replace(prompts=prompts), estimators={})
+
+        def rows(load, arms):
+            for arm in arms[1:]:
+                gain = arm.over(arms[0])
+                bar = "█" * round(50 * max(0, statistics.median(gain) - 1))
+                print(f"{kind:>8}  {arm.name:13}{percent(gain):22}{bar}", flush=True)
+
+        race(alone, load, run.arms[1:], costs[load], rows)
+
+
+def peers(run: Run, load: int, cost: av.CostTable):
+    """transformers' own generation on the same pair, prompts, settings and token counts."""
+    run.title(f"Beside transformers' generate, {load} at once, all to the end: tokens per second")
+    pair, new, before = run.pair, NEW[0], run.pair.drafter.generation_config
+    shortest = min(map(len, pair.prompts))  # equal lengths: nobody pays for padding
+    prompts = [pair.prompts[i % len(pair.prompts)][-shortest:] for i in range(max(load, 3))]
+
+    def ours(K, plan):
+        adaptive = dict(cost=cost, estimator=run.estimators.get(plan)) if plan != "fixed" else {}
+        av.generate(pair.target, pair.drafter if K else None, prompts, max_new_tokens=new,
+                    num_speculative_tokens=K, max_batch_size=load, plan=plan, seed=run.seed,
+                    **adaptive, **run.law)
+
+    def theirs(**assistant):
+        pair.drafter.generation_config = copy.deepcopy(before)
+        pair.drafter.generation_config.update(**assistant)
+        helper = dict(assistant_model=pair.drafter) if assistant else {}
+        for i in range(0, len(prompts), load):
+            ids = torch.tensor(prompts[i:i + load], device=pair.target.device)
+            pair.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+                                 max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
+                                 **run.law, **helper)
+
+    arms = {"generate": theirs}
+    if load == 1:  # assisted generation takes one request at a time; 20 tokens are its default
+        arms["assisted, its defaults"] = functools.partial(theirs, num_assistant_tokens=20)
+        arms[f"assisted, constant {run.K}"] = functools.partial(
+            theirs, num_assistant_tokens=run.K, assistant_confidence_threshold=0.0)
+    arms |= {f"here: {name}": functools.partial(ours, K, plan) for name, K, plan in run.arms}
+    rates = {name: [] for name in arms}
+    try:
+        for _ in range(run.rounds + 1):  # the first round warms up
+            for name, arm in arms.items():
+                status(f"{load} requests: {name}")
+                began = time.perf_counter()
+                arm()
+                rates[name].append(len(prompts) * new / (time.perf_counter() - began))
+    finally:
+        status()
+        pair.drafter.generation_config = before
+        for name, (_, *measured) in ((n, r) for n, r in rates.items() if len(r) > 1):
+            print(f"{load:6}  {name:24}{statistics.median(measured):8.0f} "
+                  f"[{min(measured):.0f}..{max(measured):.0f}]", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# 7. Main.
+
+COMMANDS = {"show": show, "sweep": sweep}
+LOADS = {"show": [1, 16, 64, 256], "sweep": [1, 4, 16, 64, 256]}
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; settings as published unless a flag says otherwise."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?", choices=COMMANDS, default="show")
+    flag = parser.add_argument
+    flag("--quick", action="store_true", help="a check in half a minute, no measurement")
+    flag("--target", metavar="NAME", help="hub name or folder of a causal LM")
+    flag("--draft", metavar="NAME", help="a smaller one with the same vocabulary")
+    flag("--prompts", metavar="FILE", help="your own prompts, one per line")
+    flag("--concurrency", metavar="N,N,N", help="requests at once",
+         type=lambda text: sorted({int(n) for n in text.split(",")}))
+    flag("-k", "--num-speculative-tokens", dest="k", metavar="K", type=int, default=7)
+    flag("--temperature", type=float, default=1.0)
+    flag("--top-p", type=float, default=0.95)
+    flag("--seed", type=int, default=0)
+    flag("--rounds", type=int, help="slices per arm: 5, with --quick 2")
+    flag("--threads", type=int, help="CPU threads: all cores")
+    flag("--csv", metavar="FILE", help="sweep: write its points to a file as well")
+    flag("--peers", action="store_true", help="sweep: transformers' generate as well")
+    args = parser.parse_args()
+    counts = [args.k, *(args.concurrency or [1])] + [
+        n for n in (args.rounds, args.threads) if n is not None]
+    if min(counts) < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
+        parser.error("counts start at 1, the temperature at 0, and top-p is in (0, 1]")
+    if bool(args.target) != bool(args.draft):
+        parser.error("--target and --draft go together")
+    return args
+
+
+def main() -> int:
+    """Do what the command line asks for; the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a sign shows "?"
+    args = arguments()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    try:
+        pair = find_pair(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        loads = args.concurrency or LOADS[args.command][:3 if args.quick else None]
+        run = Run(pair, args.k, dict(temperature=args.temperature, top_p=args.top_p), loads,
+                  args.seed, args.rounds or (2 if args.quick else 5), args.quick,
+                  late=math.inf if args.concurrency else time.monotonic() + 50)
+        introduce(run)
+        greedy_check(run)
+        if pair.target.device.type == "cuda":
+            pair.target.bfloat16(), pair.drafter.bfloat16()  # from here on speed counts
+        COMMANDS[args.command](run, args)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not spoil the ending
+        status()
+        print("\nstopped; what was measured so far stands above")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1011 @@
+# SPDX-License-Identifier: MIT
+"""The proofs. Each test says what would break, and compares with something independent of av.py:
+exact enumeration, `model.generate`, transformers' own warpers, a float64 fit in numpy.
+
+Tests that draw state the probability that a right implementation fails them (FALSE_ALARM each).
+    pytest -q test_av.py
+"""
+import copy
+import gc
+import itertools
+import math
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import av
+
+FALSE_ALARM = 1e-6
+HERE = pathlib.Path(__file__).parent
+STAIRS = av.CostTable({1: 0.05, 64: 0.2}, {1: 1, 3: 1, 4: 1.6, 6: 1.6, 7: 2.2, 12: 2.2, 13: 9, 64: 40})
+
+# ------------------------------------------------------------------------------- small models
+
+
+def llama(seed=0, **changes):
+    """A random Llama whose greedy text is not constant."""
+    config = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+                  initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**{**config, **changes})).eval()
+
+
+def noisy(model, scale, seed=1):
+    """A drafter that mostly agrees: a copy of the target with noise on every weight."""
+    drafter, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for w in drafter.parameters():
+            w += torch.randn(w.shape, generator=generator) * w.std() * scale
+    return drafter
+
+
+def bigram(probs):
+    """A Llama whose next-token law after token t is exactly probs[t], whatever came before."""
+    probs = torch.tensor(probs, dtype=torch.float64)
+    V = len(probs)
+    H = V + V % 2
+    model = llama(vocab_size=V, hidden_size=H, num_hidden_layers=1, num_attention_heads=1,
+                  num_key_value_heads=1, rms_norm_eps=1e-12)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(V, H))
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:, :V] = (probs.log().clamp(min=-1e4) / math.sqrt(H)).T.float()
+    return model
+
+
+def cycle(V, wrong_at=()):
+    """A bigram that always says (t + 1) mod V, but t + 2 after the tokens in wrong_at."""
+    rows = np.full((V, V), 1e-9)
+    for t in range(V):
+        rows[t, (t + 1 + (t in wrong_at)) % V] = 1.0
+    return bigram(rows / rows.sum(1, keepdims=True))
+
+
+def greedy(model, prompt, n, **kw):
+    """The judge: plain `model.generate`, one prompt at a time."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False,
+                         pad_token_id=0, **kw)
+    return out[0, len(prompt):].tolist()
+
+
+def prompts_of(lengths, V=64, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, V, n).tolist() for n in lengths]
+
+
+def chi_square(counts, probs):
+    """P(a right sampler deviates at least this much); cells are merged to 5 expected draws."""
+    counts, expected = np.ravel(counts).astype(float), np.ravel(probs) * np.sum(counts)
+    assert counts[expected == 0].sum() == 0, "drew something of probability zero"
+    small = expected < 5
+    counts = np.append(counts[~small], counts[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    keep = expected > 0
+    x = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
+    return torch.special.gammaincc(torch.tensor((keep.sum() - 1) / 2.0), torch.tensor(x / 2)).item()
+
+
+# --------------------------------------------------------------------------- sampling
+
+
+def test_warp_is_transformers_law():
+    """A different order or edge of temperature, top-k, top-p would make p another law."""
+    from transformers.generation.logits_process import (TemperatureLogitsWarper, TopKLogitsWarper,
+                                                        TopPLogitsWarper)
+    logits = torch.randn(7, 500, generator=torch.Generator().manual_seed(0)) * 2
+    for temperature, k, p in itertools.product((0.3, 1.0, 2.0), (0, 1, 5, 499), (0.05, 0.5, 0.95, 1.0)):
+        want = TemperatureLogitsWarper(temperature)(None, logits)
+        want = TopKLogitsWarper(k)(None, want) if k else want
+        want = TopPLogitsWarper(p)(None, want) if p < 1 else want
+        got = av.warp(logits, temperature, k, p)
+        assert torch.allclose(got, want.softmax(-1), atol=1e-6), (temperature, k, p)
+    assert torch.equal(av.warp(logits, 0.0).argmax(-1), logits.argmax(-1))
+    assert torch.equal(av.warp(logits, 0.0).sum(-1), torch.ones(7))
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-40, 1e-300])
+def test_tiny_temperature_is_greedy_not_nan(temperature):
+    """Dividing before the maximum is taken off gives inf - inf = NaN."""
+    assert av.warp(torch.tensor([[3.0, 2, 1]]), temperature).tolist() == [[1, 0, 0]]
+
+
+def test_sample_draws_the_law_and_never_a_zero():
+    """A CDF searched from the wrong side draws tokens of probability zero. False alarm 1e-6."""
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    draws = av.sample(probs.expand(400_000, 6), torch.Generator().manual_seed(0))
+    assert chi_square(np.bincount(draws, minlength=6), probs.numpy()) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53])
+def test_sample_at_the_ends_of_the_uniform(u, monkeypatch):
+    """u = 0 must not take a leading zero, u -> 1 not a trailing one."""
+    monkeypatch.setattr(torch, "rand", lambda *shape, **kw: torch.full(shape, u, dtype=kw["dtype"]))
+    assert av.sample(torch.tensor([[0.0, 0.3, 0.7, 0.0]])).item() == (1 if u == 0 else 2)
+
+
+# --------------------------------------------------------------------------- the accept rule
+
+GRID = 12  # p and q are multiples of 1/4: every ratio and every residual breaks at multiples of 1/12
+
+
+def verify_exactly(p, q, drafts, n, monkeypatch):
+    """Run `verify` on one request for every cell of the uniforms it draws: {emitted: probability}."""
+    K, cells = len(q), (np.arange(GRID) + 0.5) / GRID
+    u = np.array(list(itertools.product(cells, repeat=K + 1)))
+    calls = iter([torch.tensor(u[:, :K]), torch.tensor(u[:, K:])])
+    monkeypatch.setattr(torch, "rand", lambda *shape, **kw: next(calls))
+    N = len(u)
+    accepted, token = av.verify(
+        torch.tensor(p[:n + 1]).float().repeat(N, 1), torch.tensor(q).float().expand(N, -1, -1),
+        torch.tensor(drafts).expand(N, -1), torch.full((N,), n))
+    monkeypatch.undo()
+    ends, times = np.unique(np.stack([accepted, token]), axis=1, return_counts=True)
+    return {(*drafts[:a], t): c / N for a, t, c in zip(*ends.tolist(), times)}
+
+
+def complete(law, p_of, length):
+    """Joint law of the first `length` tokens when the target itself draws what is missing."""
+    out = {}
+    for text, weight in law.items():
+        for tail in itertools.product(range(len(p_of(()))), repeat=length - len(text)):
+            w, all_ = weight, text
+            for t in tail:
+                w, all_ = w * p_of(all_)[t], (*all_, t)
+            out[all_] = out.get(all_, 0) + w
+    return out
+
+
+def target_law(p_of, length):
+    return complete({(): 1.0}, p_of, length)
+
+
+def distance(a, b):
+    return 0.5 * sum(abs(a.get(k, 0) - b.get(k, 0)) for k in set(a) | set(b))
+
+
+def test_trim_and_verify_emit_exactly_the_target_law(monkeypatch):
+    """Any change to the ratio, the residual, its row or its clamp shows in one of 300 exact laws.
+
+    p and q depend on the prefix; how many drafts are verified is any function of the q rows, as the
+    survival is. All drafts, acceptances and resamplings are enumerated; nothing is drawn.
+    """
+    rng, K, V = np.random.default_rng(0), 2, 3
+    quarters = [np.array(c) / 4 for c in itertools.product(range(5), repeat=V) if sum(c) == 4]
+    for case in range(300):
+        rows = {s: (quarters[rng.integers(len(quarters))], quarters[rng.integers(len(quarters))])
+                for m in range(K + 1) for s in itertools.product(range(V), repeat=m)}
+        if case % 10 == 0:  # p = q everywhere
+            rows = {s: (p, p) for s, (p, _) in rows.items()}
+        depth = {s: rng.integers(K + 1) for s in rows}  # of the q rows, so of the prefix
+        law = {}
+        for x in itertools.product(range(V), repeat=K):
+            weight = math.prod(rows[x[:i]][1][x[i]] for i in range(K))
+            if not weight:
+                continue
+            n = 0
+            while n < K and depth[x[:n]] > n:
+                n += 1
+            p, q = [rows[x[:i]][0] for i in range(K + 1)], np.array([rows[x[:i]][1] for i in range(K)])
+            for text, w in verify_exactly(np.array(p), q, x, n, monkeypatch).items():
+                law[text] = law.get(text, 0) + weight * w
+        p_of = lambda s: rows[s][0]
+        assert distance(complete(law, p_of, K + 1), target_law(p_of, K + 1)) < 1e-6, case
+
+
+def test_worked_example_a_feature_of_the_drawn_token_biases_the_output(monkeypatch):
+    """Spec section 7.1. p = (1/2, 1/2), q = (1/5, 4/5), 'trim if q(x) < 1/2'.
+
+    Drawing a (1/5) trims, so the target draws: a with 1/2. Drawing b (4/5) verifies: accepted with
+    (1/2)/(4/5) = 5/8, else the residual (1, 0) gives a. P(a) = 1/5*1/2 + 4/5*3/8 = 0.4, not 0.5.
+    With q_max in place of q(x) nothing is trimmed, and P(a) = 1/5 + 4/5*3/8 = 0.5.
+    """
+    p, q = np.array([[0.5, 0.5]] * 2), np.array([[0.2, 0.8]])
+
+    def first_is_a(feature):
+        total = 0.0
+        for x in (0, 1):
+            monkeypatch.setattr(sys.modules[__name__], "GRID", 40)
+            law = verify_exactly(p, q, (x,), int(feature(x) >= 0.5), monkeypatch)
+            total += q[0, x] * sum(w for text, w in law.items() if text[0] == 0)
+        return total
+
+    assert first_is_a(lambda x: q[0, x]) == pytest.approx(0.4, abs=1e-6)
+    assert first_is_a(lambda x: q[0].max()) == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize("p, q, u, want", [
+    ([0, 0, 1.0], [0.5, 0.5, 0], 0.0, 2),  # p(x) = 0 is rejected even at u = 0
+    ([0.3, 0.5, 0.2], [0.3, 0.5, 0.2], 1 - 2.0**-53, 0)])  # p = q is accepted at any u
+def test_acceptance_at_the_ends_of_the_uniform(p, q, u, want, monkeypatch):
+    """`u <= p/q` would accept what the target never says."""
+    monkeypatch.setattr(torch, "rand", lambda *shape, **kw: torch.full(shape, u, dtype=kw["dtype"]))
+    p, one = torch.tensor([p, p]), torch.tensor([1])
+    accepted, token = av.verify(p, torch.tensor([[q]]), torch.tensor([[0]]), one)
+    assert (0 if accepted else token.item()) == want
+
+
+def test_a_residual_without_mass_falls_back_to_p():
+    """0/0 in the residual is NaN, or token 0: after a rejection by rounding with p = q, p remains."""
+    p = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    q = torch.tensor([[[0.0, 1.0]]])
+    accepted, token = av.verify(p, q, torch.tensor([[0]]), torch.tensor([1]))  # a forced rejection
+    assert (accepted.item(), token.item()) == (0, 1)
+
+
+# --------------------------------------------------------------------------- a whole step, enumerated
+
+
+class Oracle:
+    """Depth-first over every random choice: `choose(n)` answers, `next()` moves to the next path."""
+
+    def __init__(self):
+        self.path, self.at = [], 0
+
+    def choose(self, n):
+        if self.at == len(self.path):
+            self.path.append([0, n])
+        self.at += 1
+        return self.path[self.at - 1][0]
+
+    def next(self):
+        while self.path and self.path[-1][0] + 1 == self.path[-1][1]:
+            self.path.pop()
+        if self.path:
+            self.path[-1][0] += 1
+        self.at = 0
+        return bool(self.path)
+
+
+def laws_of_a_step(decoder, monkeypatch):
+    """Every draft that `decoder.step` can draw: the joint law of each pair of requests' texts.
+
+    `sample` is replaced by an oracle that walks through all drafts, `verify` by a recorder of what
+    it was given; the emission law then follows from the textbook rule, written here once more.
+    Returns {(text of request 0, text of request 1, ...): probability} and the set of num_verified.
+    """
+    oracle, total, seen, more = Oracle(), {}, set(), True
+    before = copy.deepcopy({k: v for k, v in vars(decoder).items() if k not in (
+        "generator", "requests", "models", "target", "drafter", "budget")})
+    cached = [m.cached.copy() for m in decoder.models]
+    while more:
+        weight, given = [1.0], {}
+
+        def sample(probs, generator):
+            picks = []
+            for row in probs.double():
+                options = row.nonzero().flatten().tolist()
+                picks.append(options[oracle.choose(len(options))])
+                weight[0] *= row[picks[-1]].item() / row.sum().item()
+            return torch.tensor(picks)
+
+        def record(p, q, drafts, num_verified, generator):
+            given.update(p=p.double(), q=q.double(), drafts=drafts, n=num_verified)
+            return torch.zeros_like(num_verified), torch.zeros_like(num_verified)
+
+        with monkeypatch.context() as m:
+            m.setattr(av, "sample", sample)
+            m.setattr(av, "verify", record)
+            decoder.step()
+        n = given["n"].tolist()
+        seen.add(tuple(n))
+        row, laws = 0, []
+        for r in range(len(n)):
+            law, alive = {}, 1.0
+            for i in range(n[r] + 1):
+                p = given["p"][row + i].numpy()
+                x, q = (given["drafts"][r, i].item(), given["q"][r, i].numpy()) if i < n[r] else (0, 0)
+                ok = min(1, p[x] / q[x]) if i < n[r] else 0
+                rest = np.maximum(p - q, 0)
+                rest = rest / rest.sum() if rest.sum() > 1e-12 else p
+                for t in range(len(p)):
+                    text = (*given["drafts"][r, :i].tolist(), t)
+                    law[text] = law.get(text, 0) + alive * (1 - ok) * rest[t]
+                alive *= ok
+            laws.append(law)
+            row += n[r] + 1
+        for texts in itertools.product(*laws):
+            w = weight[0] * math.prod(law[t] for law, t in zip(laws, texts))
+            total[texts] = total.get(texts, 0) + w
+        vars(decoder).update(copy.deepcopy(before))
+        for m_, c in zip(decoder.models, cached):
+            m_.cached[:] = c
+        more = oracle.next()
+    return total, seen
+
+
+def step_decoder(plan, K, prompts, P, Q, cost, **kw):
+    decoder = av.Decoder(bigram(P), bigram(Q), [(p, 9) for p in prompts], max_length=16, plan=plan,
+                         max_batch_size=len(prompts), num_speculative_tokens=K, cost=cost, seed=0,
+                         estimator=av.AcceptanceEstimator(K, slope=1.0, intercept=0.0), **kw)
+    decoder.step()  # the first step of a round verifies everything; it also leaves a past behind
+    return decoder
+
+
+P3 = [[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1]]
+Q3 = [[0.3, 0.6, 0.1], [0.05, 0.05, 0.9], [0.4, 0.35, 0.25]]  # the next row depends on the token
+
+
+@pytest.mark.parametrize("plan", av.PLANS)
+def test_a_step_of_the_real_loop_emits_exactly_the_target_law(plan, monkeypatch):
+    """A budget, a slot or a stop that looks at a drafted token shifts the joint law of two requests.
+
+    Two requests, two drafts each, a staircase of costs, several prices and pasts: depths and budgets
+    really vary, and the law is that of the target to 1e-6.
+    """
+    varied, K = set(), 2
+    for b, price, mean in ((1, 0.2, 0.9), (2, 0.3, 0.6), (3, 0.45, 0.95)):
+        cliff = {1: 1, 2 + b: 1.01, 3 + b: 9, 64: 90} if plan == "verification" else {1: 1, 64: 64}
+        decoder = step_decoder(plan, K, [[0], [1]], P3, Q3, av.CostTable({1: 0.01}, cliff))
+        decoder.price, decoder.mean_confidence[:] = price, mean
+        starts = [decoder.text[r, decoder.lengths[r] - 1] for r in range(2)]
+        total, seen = laws_of_a_step(decoder, monkeypatch)
+        varied |= seen
+        got = {}
+        after = lambda start: lambda s: P3[(start, *s)[-1]]
+        for (a, b), w in total.items():
+            for (x, u), (y, v) in itertools.product(complete({a: 1.0}, after(starts[0]), K + 1).items(),
+                                                    complete({b: 1.0}, after(starts[1]), K + 1).items()):
+                got[x, y] = got.get((x, y), 0) + w * u * v
+        one, two = (target_law(after(s), K + 1) for s in starts)
+        want = {(x, y): u * v for (x, u), (y, v) in itertools.product(one.items(), two.items())}
+        assert distance(got, want) < 1e-6
+    assert plan == "fixed" or len(varied) > 3, "the plan never trimmed: the test would prove nothing"
+
+
+def test_worked_example_a_budget_from_this_step_biases_the_output(monkeypatch):
+    """Spec section 7.2. p = q = (1/2, 1/2) at first; after a the draft row is (.99, .01), after b even.
+
+    Costs 1, 1.9, 1.9 for 0, 1, 2 drafts, confidence q_max. After a the survivals .5, .495 make
+    2 drafts the best budget (1.995/1.9), a is verified and kept; after b .5, .25 make it 0, and the
+    target draws anew: P(first = a) = 1/2 + 1/2 * 1/2 = 0.75. From last step's survivals: 0.5.
+    """
+    even = [0.5, 0.5]
+    cost = av.CostTable({1: 1e-9}, {1: 1, 2: 1.9, 3: 1.9, 4: 2.8})
+    decoder = step_decoder("verification", 2, [[1]], [even, even], [[0.99, 0.01], even], cost)
+    decoder.text[0, decoder.lengths[0] - 1] = 1
+    decoder.tokens[0, decoder.lengths[0] - 1] = 1
+    decoder.survival[:] = [[0.5, 0.25]]
+    # logit(q_max) with slope 1 and intercept 0 is q_max itself.
+    decoder.estimator.theta = torch.tensor([1.0, 0, 0], dtype=torch.float64)
+
+    def first_is_a():
+        total, _ = laws_of_a_step(decoder, monkeypatch)
+        return sum(w for (text,), w in total.items() if text[0] == 0)
+
+    assert first_is_a() == pytest.approx(0.5, abs=1e-6)
+    honest = av.trim
+    monkeypatch.setattr(av, "trim", lambda s, b: honest(s, av.draft_budget(s.numpy(), cost)))
+    logits = decoder.target.logits
+    monkeypatch.setattr(decoder.target, "logits", lambda t, l, s, n, b: logits(t, l, s, n, int(n.sum())))
+    assert first_is_a() == pytest.approx(0.75, abs=1e-6)
+
+
+# --------------------------------------------------------------------------- the law, drawn end to end
+
+
+@pytest.mark.parametrize("plan", ["verification", "joint"])
+def test_generate_draws_the_target_law(plan):
+    """Everything at once, through `generate`: 200,000 requests of 3 tokens, refilled, refitted, trimmed.
+
+    The joint law of the three tokens (64 cells) against the exact one, with temperature, top-k and
+    top-p, in batches of 2,500. False alarm 1e-6 per plan.
+    """
+    rng, law = np.random.default_rng(3), dict(temperature=1.3, top_k=3, top_p=0.9)
+    P, Q = rng.dirichlet(np.full(4, 0.8), 4), rng.dirichlet(np.full(4, 0.8), 4)
+    Q = 0.7 * P + 0.3 * Q
+    target, N = bigram(P.tolist()), 200_000
+    estimator = av.AcceptanceEstimator(2, refit_every=7)
+    cost = av.CostTable({1: 0.01, 4000: 2}, {1: 1, 2500: 10, 3000: 10.5, 3001: 11, 4500: 12,
+                                             4501: 14, 7500: 18})
+    steps = []
+    out = av.generate(target, bigram(Q.tolist()), [[0]] * N, max_new_tokens=3, cost=cost, plan=plan,
+                      num_speculative_tokens=2, max_batch_size=2500, seed=1, estimator=estimator,
+                      on_step=lambda s: steps.append(s.num_verified.sum() / (s.survival >= 0).sum()
+                                                     if (s.survival >= 0).any() else 1), **law)
+    p = av.warp(target(torch.arange(4)[:, None]).logits[:, 0].detach(), **law).double().numpy()
+    exact = p[0][:, None, None] * p[:, :, None] * p[None]
+    counts = np.zeros((4, 4, 4))
+    np.add.at(counts, tuple(np.array(out.tokens).T), 1)
+    assert estimator.steps > 30 and 0.02 < np.mean(np.array(steps) < 1), "nothing was trimmed"
+    assert chi_square(counts, exact) > FALSE_ALARM
+
+
+def test_a_smaller_or_larger_drafter_vocabulary_keeps_the_law():
+    """An id that only one model has: never drafted, still drawn by the target. False alarm 1e-6."""
+    P = np.random.default_rng(0).dirichlet(np.ones(6), 6)
+    target, cost = bigram(P.tolist()), av.CostTable({1: 0.1}, {1: 1, 9000: 2000})
+    for V in (4, 8):
+        Q = np.random.default_rng(1).dirichlet(np.ones(V), V)
+        with pytest.warns(UserWarning, match="vocabulary sizes differ"):
+            out = av.generate(target, bigram(Q.tolist()), [[5]] * 60_000, max_new_tokens=2, cost=cost,
+                              num_speculative_tokens=2, max_batch_size=3000, seed=V)
+        counts = np.zeros((6, 6))
+        np.add.at(counts, tuple(np.array(out.tokens).T), 1)
+        assert chi_square(counts, P[5][:, None] * P) > FALSE_ALARM
+
+
+# --------------------------------------------------------------------------- greedy, ragged, cached
+
+
+@pytest.mark.parametrize("K", [0, 1, 4, 8])
+def test_greedy_text_is_that_of_generate(K):
+    """Any error of rows, positions, masks, caches or rollback changes greedy text somewhere.
+
+    Ragged prompts, ragged lengths, refilled slots, every plan and batch size, against
+    `model.generate` one prompt at a time; so a request in a batch also equals the request alone.
+    """
+    target, prompts = llama(), prompts_of((5, 1, 17, 30, 2, 9))
+    drafter, new = noisy(target, 0.1), [40, 9, 25, 1, 40, 33]
+    want = [greedy(target, p, n) for p, n in zip(prompts, new)]
+    for plan, B in itertools.product(av.PLANS if K else ["fixed"], (1, 3, 6)):
+        out = av.generate(target, drafter, prompts, max_new_tokens=new, num_speculative_tokens=K,
+                          plan=plan, max_batch_size=B, temperature=0, cost=STAIRS, seed=0)
+        assert out.tokens == want, (plan, B)
+
+
+def test_logits_from_the_cache_are_those_without_it():
+    """Stale entries, wrong positions or a padded neighbour would move logits after a rollback."""
+    target, rng = llama(num_key_value_heads=4), np.random.default_rng(0)
+    lm, tokens = av.SlotLM(target, 4, 64, 6), torch.randint(0, 64, (4, 64))
+    lengths = np.array([3, 20, 1, 9])
+    for _ in range(8):
+        slots = np.flatnonzero(rng.random(4) < 0.7)
+        if not len(slots):
+            continue
+        drafts = torch.tensor(rng.integers(0, 6, len(slots)))
+        got = lm.logits(tokens, lengths[slots], slots, drafts, int(drafts.sum()))
+        want = torch.cat([target(tokens[s:s + 1, :lengths[s] + d]).logits[0, lengths[s] - 1:]
+                          for s, d in zip(slots, drafts.tolist())])
+        assert torch.allclose(got, want, atol=1e-5)
+        lengths[slots] += 1 + (rng.random(len(slots)) * (drafts.numpy() + 1)).astype(int)
+        lm.commit(lengths)  # some drafts were accepted, the others are other tokens now
+        tokens = torch.where(torch.arange(64) < torch.tensor(lengths)[:, None] - 1, tokens,
+                             torch.randint(0, 64, (4, 64)))
+
+
+@pytest.mark.parametrize("law", [dict(temperature=0), dict(top_p=0.9, top_k=20),
+                                 dict(temperature=1.5), dict(temperature=0.01)])
+def test_the_target_as_its_own_drafter_is_always_accepted(law):
+    """A setting that reaches one side only, or a draft cache that lacks a token, shows as a rejection.
+
+    41 tokens at K = 4 then take exactly ceil(41 / 5) = 9 target passes, the prompt's included.
+    """
+    target = llama()
+    out = av.generate(target, copy.deepcopy(target), prompts_of((5, 1, 17)), max_new_tokens=41, seed=0,
+                      num_speculative_tokens=4, plan="fixed", **law)
+    stats = out.stats
+    assert stats.accepted.tolist() == stats.verified.tolist() == stats.proposed.tolist()
+    assert stats.steps == 9 and stats.committed == 3 * 41
+
+
+def test_counts_by_hand_on_a_scripted_drafter():
+    """The target counts up; the drafter errs after token 2 (mod 5): it is right twice, then wrong.
+
+    From 0 with K = 4 each step accepts 1, 2 and commits 3 as well: 3 tokens a step, and the row of
+    the rejected draft (not row K) gives the third.
+    """
+    target, drafter = cycle(10), cycle(10, wrong_at=(2, 5, 8))
+    out = av.generate(target, drafter, [[0]], max_new_tokens=9, num_speculative_tokens=4,
+                      plan="fixed", temperature=0)
+    assert out.tokens == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    s = out.stats
+    assert (s.steps, s.committed, s.accept_length) == (3, 9, 3.0)
+    assert s.accepted.tolist() == [3, 3, 0, 0] and s.proposed.tolist() == [3, 3, 2, 2]
+    assert s.target_tokens == 3 + s.verified.sum() == 13
+
+
+def test_target_query_tokens_are_requests_plus_budget():
+    """A trimmed draft that still reached the target would cost what it was trimmed to save."""
+    target, drafter, seen = llama(), noisy(llama(), 0.3), []
+    hook = target.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: seen.append((args[0].numel(), int(args[0].min()), int(args[0].max()))))
+    steps = []
+    out = av.generate(target, drafter, prompts_of((3,) * 6), max_new_tokens=20, max_batch_size=6,
+                      cost=STAIRS, seed=0, on_step=steps.append)
+    hook.remove()
+    want = [len(s.requests) + s.num_verified.sum() + (12 if i == 0 else 0) for i, s in enumerate(steps)]
+    assert [n for n, _, _ in seen] == want and out.stats.target_tokens == sum(want)
+    assert out.stats.verified.sum() < out.stats.proposed.sum(), "nothing was trimmed"
+    assert min(lo for _, lo, _ in seen) >= 0 and max(hi for _, _, hi in seen) < 64
+
+
+def test_end_tokens_cut_a_block_where_they_stand():
+    """An end token accepted in the middle of a block ends the request there; it is kept."""
+    target = cycle(12)
+    for end, K in itertools.product((1, 3, 5, 8, 9), (0, 3, 8)):
+        for eos in (end, [end, 11], {end}, torch.tensor([end])):
+            out = av.generate(target, cycle(12), [[0], [4]], max_new_tokens=9, temperature=0,
+                              num_speculative_tokens=K, plan="fixed", eos_token_id=eos)
+            counts = [(t + np.arange(1, 10)) % 12 for t in (0, 4)]
+            stops = set(np.atleast_1d(list(eos) if isinstance(eos, set) else eos).tolist())
+            want = [c[:next((i + 1 for i, t in enumerate(c) if t in stops), 9)].tolist() for c in counts]
+            assert out.tokens == want, (end, K)
+
+
+@pytest.mark.parametrize("new", [0, 1, 2, 4, 5, 6])
+def test_nothing_is_drafted_that_cannot_be_used(new):
+    """Drafting past max_new_tokens wastes passes; the last token is always a bonus token."""
+    out = av.generate(cycle(16), cycle(16), [[0], [1]], max_new_tokens=new, num_speculative_tokens=4,
+                      plan="fixed", temperature=0)
+    assert [len(t) for t in out.tokens] == [new, new]
+    assert out.stats.proposed.sum() == 2 * sum(min(4, left - 1) for left in range(new, 0, -5))
+
+
+def test_generation_up_to_the_last_position():
+    """One look-ahead past a learned position table is an index error."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=32,
+                                       bos_token_id=None, eos_token_id=None)).eval()
+    prompt = prompts_of((20,), 99)
+    out = av.generate(model, noisy(model, 0.1), prompt, max_new_tokens=12, num_speculative_tokens=5,
+                      temperature=0, plan="fixed")
+    assert out.tokens == [greedy(model, prompt[0], 12)]
+    with pytest.raises(ValueError, match=r"prompts\[0\] with max_new_tokens must be within.*32.*33"):
+        av.generate(model, model, prompt, max_new_tokens=13)
+
+
+def test_same_seed_same_tokens_and_nothing_of_the_caller_changes():
+    """A reseeded loop repeats itself, a global one changes the caller's draws, a mutated config lingers."""
+    target, prompts = llama(), prompts_of((4, 7))
+    drafter, before = noisy(target, 0.1), copy.deepcopy(prompts)
+    config, state = target.config.to_dict(), torch.random.get_rng_state()
+    implementation = target.config._attn_implementation
+    run = lambda seed: av.generate(target, drafter, prompts, max_new_tokens=32, cost=STAIRS, seed=seed)
+    assert run(1).tokens == run(1).tokens != run(2).tokens
+    assert run(None).tokens != run(None).tokens
+    assert prompts == before and target.config.to_dict() == config
+    assert target.config._attn_implementation == implementation
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+# --------------------------------------------------------------------------- the estimator
+
+
+def test_feature_is_the_log_odds_of_the_largest_probability():
+    """Computed as log(q_max / (1 - q_max)) it is infinite for a sure draft, and kills the fit."""
+    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)).double() * 2
+    q = (logits / 0.7).softmax(-1).amax(-1)
+    assert torch.allclose(av.logit_q_max(logits, 0.7).double(), torch.log(q / (1 - q)), atol=1e-5)
+    q = logits.softmax(-1).amax(-1)  # temperature 0 uses the unscaled logits
+    assert torch.allclose(av.logit_q_max(logits, 0).double(), torch.log(q / (1 - q)), atol=1e-5)
+    sure = torch.tensor([[500.0, 0, 0], [0, -math.inf, -math.inf], [3, 3, -math.inf]])
+    assert av.logit_q_max(sure).tolist() == [10, 10, 0]
+
+
+def random_labels(B, K, seed=0):
+    rng = np.random.default_rng(seed)
+    n = rng.integers(0, K + 1, B)
+    return rng.normal(1, 2, (B, K)), n, np.minimum(n, rng.integers(0, K + 1, B))
+
+
+def feed(estimator, f, n, a):
+    estimator.observe(torch.tensor(f).float(), torch.tensor(n), torch.tensor(a))
+
+
+def test_sums_are_those_of_stored_rows():
+    """Censoring off by one, a label 0 for what was trimmed, or sums not cleared: the sums differ.
+
+    Three steps by loop in float64 from stored rows: labels are the verified positions up to and
+    including the first rejection. After the refit the next round starts from zero.
+    """
+    K, estimator = 4, av.AcceptanceEstimator(4, refit_every=3)
+    for round_ in range(2):
+        theta, H, g, counts = estimator.theta.numpy().copy(), np.zeros((5, 5)), np.zeros(5), np.zeros(5)
+        for step in range(3):
+            f, n, a = random_labels(16, K, 10 * round_ + step)
+            for b in range(16):
+                for i in range(n[b]):
+                    if i > a[b]:
+                        break
+                    x = np.zeros(K + 1)
+                    x[0], x[i + 1] = np.float32(f[b, i]), 1
+                    c = 1 / (1 + math.exp(-x @ theta))
+                    H += max(c * (1 - c), estimator.MIN_CURVATURE) * np.outer(x, x)
+                    g += (c - (i < a[b])) * x
+                    counts += x != 0
+            if step == 2:
+                refit, estimator.refit = estimator.refit, lambda: None
+            feed(estimator, f, n, a)
+        assert np.allclose(estimator.hessian, H) and np.allclose(estimator.gradient, g)
+        assert np.allclose(estimator.counts, counts)
+        assert np.allclose(H[1:, 1:], np.diag(np.diag(H)[1:])), "H is an arrowhead"
+        estimator.refit = refit
+        estimator.refit()
+        assert not estimator.counts.any() and not estimator.hessian.any()
+
+
+def test_refit_by_hand():
+    """One position, one label value: H, g, ridge and damping written out.
+
+    f = 0, intercept 0: c = 1/2. 50 labels, 40 accepted: g = (0, 25 - 40) = (0, -15), H = diag(0, 12.5).
+    Newton: 15 / (12.5 + ridge), halved by damping 50 / (50 + 50); the slope has H = ridge, g = 0.
+    """
+    estimator = av.AcceptanceEstimator(2, intercept=0.0, ridge=0.5, damping=50)
+    feed(estimator, np.zeros((50, 2)), np.full(50, 1), np.array([1] * 40 + [0] * 10))
+    estimator.refit()
+    assert estimator.intercepts == pytest.approx([15 / 13 * 0.5, 0.0])  # no label: no step
+    assert estimator.slope == pytest.approx(0.5)
+    before = estimator.intercepts
+    estimator.refit()  # a round without labels leaves everything where it is
+    assert estimator.intercepts == before
+
+
+def test_repeated_refits_reach_the_maximum_likelihood_fit():
+    """A wrong sign, weight or join of feature and label stops short of the optimum found in float64."""
+    rng, K = np.random.default_rng(1), 3
+    true, f = np.array([0.7, 0.6, -0.3, 0.1]), rng.normal(1, 2, (6000, K)).astype(np.float32)
+    hit = rng.random((6000, K)) < 1 / (1 + np.exp(-(true[0] * f + true[1:])))
+    n, a = np.full(6000, K), np.cumprod(hit, 1).sum(1)
+    estimator = av.AcceptanceEstimator(K)
+    for _ in range(30):
+        feed(estimator, f, n, a)
+        estimator.refit()
+    keep = np.arange(K) <= a[:, None]
+    X = np.concatenate([f[..., None], np.broadcast_to(np.eye(K), (6000, K, K))], -1)[keep]
+    y, theta = (np.arange(K) < a[:, None])[keep], np.zeros(K + 1)
+    for _ in range(30):  # the reference: plain Newton on all rows
+        c = 1 / (1 + np.exp(-X @ theta))
+        theta -= np.linalg.solve((X * (c * (1 - c))[:, None]).T @ X, X.T @ (c - y))
+    assert np.allclose(estimator.theta, theta, atol=2e-3)
+    # Calibration on synthetic truth: 5 standard errors of 4 coefficients, false alarm below 1e-5.
+    c = 1 / (1 + np.exp(-X @ theta))
+    error = np.sqrt(np.diag(np.linalg.inv((X * (c * (1 - c))[:, None]).T @ X)))
+    assert (np.abs(estimator.theta.numpy() - true) < 5 * error).all()
+
+
+@pytest.mark.parametrize("feature", [0.0, 10.0, None])
+@pytest.mark.parametrize("K", [1, 5])
+def test_the_fit_survives_separable_labels_and_surprises(K, feature):
+    """Newton without a floor on the curvature: one surprise moves an intercept by hundreds, survival
+    is 0 from then on, nothing is verified and nothing is learned again."""
+    estimator, rng = av.AcceptanceEstimator(K, refit_every=1), np.random.default_rng(0)
+    values = lambda: rng.normal(2, 2, (8, K)) if feature is None else np.full((8, K), feature)
+    for accepted in (K, 0, K):
+        for i in range(400):
+            feed(estimator, values(), np.full(8, K), np.full(8, accepted))
+            assert estimator.theta.abs().max() < 20 and estimator.slope >= 0
+        rate = estimator.predict(torch.full((1, K), 2.0 if feature is None else feature))
+        assert abs(rate[0, 0] - float(accepted > 0)) < 0.1
+    before = estimator.intercepts[0]
+    feed(estimator, np.full((100, K), 10.0), np.full(100, K), np.array([0] + [K] * 99))
+    assert abs(estimator.intercepts[0] - before) < 1, "one rejection among a hundred sure drafts"
+
+
+def test_a_slope_never_turns_negative_and_recovers():
+    """A negative slope would rank doubtful drafts first."""
+    estimator, rng = av.AcceptanceEstimator(1, refit_every=1), np.random.default_rng(0)
+    for sign, rounds in ((-1, 50), (1, 100)):
+        for _ in range(rounds):
+            f = rng.normal(1, 2, (64, 1))
+            hit = rng.random(64) < 1 / (1 + np.exp(-sign * 0.6 * f[:, 0]))
+            feed(estimator, f, np.ones(64, int), hit.astype(int))
+            assert estimator.slope >= 0
+        if sign < 0:  # 5 standard errors of a mean of 12,800: false alarm below 1e-6
+            assert abs(torch.sigmoid(estimator.theta[1]).item() - 0.39) < 0.1 and estimator.slope < 0.1
+    assert estimator.slope == pytest.approx(0.6, abs=0.2)
+
+
+def test_an_estimator_stands_alone_and_learns_in_generate():
+    """Predictions must fit what the loop saw: features joined to other labels are not calibrated."""
+    rng = np.random.default_rng(5)
+    P, Q = rng.dirichlet(np.full(8, 0.4), 8), rng.dirichlet(np.full(8, 0.4), 8)
+    estimator, rows = av.AcceptanceEstimator(3, refit_every=20), []
+
+    def keep(step):
+        labelled = np.arange(3) < np.minimum(step.num_verified, step.accepted + 1)[:, None]
+        rows.append((step.features, labelled, np.arange(3) < step.accepted[:, None]))
+
+    out = av.generate(bigram(P.tolist()), bigram(((P + Q) / 2).tolist()), [[0]] * 400, plan="fixed",
+                      max_new_tokens=40, num_speculative_tokens=3, seed=0, estimator=estimator,
+                      max_batch_size=100, on_step=keep)
+    f, labelled, hit = (np.concatenate(x) for x in zip(*rows[40:]))
+    c = estimator.predict(torch.tensor(f)).numpy()
+    for i in range(3):
+        seen = hit[labelled[:, i], i]
+        assert abs(c[labelled[:, i], i].mean() - seen.mean()) < 0.05  # 5 sd of > 2,500 labels
+    assert out.stats.accepted[0] == sum(h[:, 0].sum() for _, _, h in rows)
+
+
+def test_no_position_is_forgotten_for_good():
+    """All rejected for 30 rounds, then all accepted: 20 rounds later full depth is verified again.
+
+    One request, rounds of 10 steps; without the full step of each round it would stay at plain
+    decoding, and without the bound on a round's step it would need hundreds of rounds.
+    """
+    V, depth = 40, []
+    target, good, bad = cycle(V), cycle(V), cycle(V, wrong_at=range(V))
+    target.config.max_position_embeddings = 4000  # a bigram has no use for positions
+
+    class Changing(av.SlotLM):
+        def logits(self, *args, **kw):
+            self.model = bad if len(depth) < 300 else good
+            self.configs = [self.model.config]
+            return super().logits(*args, **kw)
+
+    cost = av.CostTable({1: 0.01}, {1: 1, 2: 1.5, 3: 2, 9: 5})
+    for plan in ("verification", "joint"):
+        depth.clear()
+        av.generate(target, Changing(bad, 1, 1200), [[0]], max_new_tokens=1100, temperature=0, cost=cost,
+                    num_speculative_tokens=6, plan=plan, seed=0,
+                    estimator=av.AcceptanceEstimator(6, refit_every=10),
+                    on_step=lambda s: depth.append(int(s.num_verified[0])))
+        assert np.mean(depth[200:295]) < 1 and np.mean(depth[-60:-1]) > 4, (plan, depth)
+
+
+# --------------------------------------------------------------------------- costs, budget, trim
+
+
+def test_curve_between_below_and_beyond_its_points():
+    """A flat extension makes large batches look free; an index error or wrap-around, worse."""
+    curve = av.Curve("verify", {4: 2.0, 16: 8.0, 20: 7.0, 24: 10.0})  # the 7 is a noisy reading
+    assert curve(np.array([0, 4, 10, 16, 18, 24, 34])).tolist() == [2, 2, 5, 8, 8, 10, 15]
+    assert av.Curve("verify", {4: 2.0})(np.array([4, 8])).tolist() == [2, 4]
+    for points in ({}, {1: 0}, {1: -1.0}, {1: math.nan}, {1: math.inf}, {0: 1.0}, {1.5: 1.0}):
+        with pytest.raises(ValueError, match="verify needs "):
+            av.CostTable({1: 1}, points)
+    with pytest.raises(ValueError, match="tokens"):
+        curve(-1)
+    with pytest.warns(UserWarning, match="flat"):
+        av.CostTable({1: 1}, {1: 2.0, 9: 2.0})
+
+
+def test_a_curve_learns_the_time_of_the_steps_that_run():
+    """Contexts grow and machines get busy: a table that does not follow plans for another machine."""
+    curve, rng = av.Curve("verify", {10: 1.0, 20: 2.0, 40: 3.0}), np.random.default_rng(0)
+    for _ in range(300):
+        n = int(rng.integers(10, 41))
+        curve.learn(n, 5 + 0.2 * n)
+    assert np.allclose(curve(np.array([10, 20, 30, 40, 50])), [7, 9, 11, 13, 15], atol=0.1)
+    before = curve(20)
+    curve.learn(20, 1e6)  # a hiccup of the machine counts as half as much again, once
+    assert before < curve(20) < 1.06 * before
+
+
+def test_budget_is_the_best_by_brute_force():
+    """A local argmax stops at the first stair; a tie must go to the smaller budget."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        B, K = rng.integers(1, 5), rng.integers(1, 5)
+        survival = np.cumprod(rng.random((B, K)).round(1), 1)
+        stairs = np.maximum.accumulate(rng.integers(1, 20, B * (K + 1)) + np.arange(B * (K + 1)) / 9)
+        cost = av.CostTable({1: rng.random() + 0.01}, dict(enumerate(stairs.tolist(), 1)))
+        extra, s = int(rng.integers(0, 3)), sorted(survival.flatten())[::-1]
+        value = [(B + sum(s[:b])) / (K * cost.draft(B) + cost.verify(B + extra + b))
+                 for b in range(B * K + 1)]
+        assert av.draft_budget(survival, cost, B + extra) == int(np.argmax(np.round(value, 12)))
+    half = np.full((2, 3), 0.5)
+    line = lambda a: av.CostTable({1: 1e-300}, {n: a + n for n in range(1, 9)})
+    assert av.draft_budget(half, line(0)) == 0  # in proportion: no draft can pay
+    assert av.draft_budget(half * 0 + 1, line(0)) == 0  # a tie everywhere: the smallest
+    assert av.draft_budget(half, line(1e6)) == 6  # all but free: all
+
+
+def test_trim_takes_the_best_slots_as_prefixes():
+    """Ties broken by value or memory order tear prefixes apart: survivors must be prefixes, in total
+    exactly the budget, and no slot left out may be better than one taken."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        B, K = rng.integers(1, 7), rng.integers(1, 6)
+        s = torch.tensor(np.cumprod(rng.choice([1.0, 0.5, 0.9, 0.0], (B, K)), 1))
+        budget = int(rng.integers(0, B * K + 1))
+        n = av.trim(s, budget)
+        taken = torch.arange(K) < n[:, None]
+        assert n.sum() == budget == taken.sum()
+        if 0 < budget < B * K:
+            assert s[taken].min() >= s[~taken].max()
+    assert av.trim(torch.ones(3, 2), 4).tolist() == [2, 1, 1]  # ties: by position, then by request
+
+
+# --------------------------------------------------------------------------- range
+
+
+TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+            pad_token_id=None, bos_token_id=None, eos_token_id=None)
+MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
+WORKS = {
+    "Llama": {}, "Qwen2": dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "Qwen3": {}, "Mistral": dict(sliding_window=8), "Mixtral": dict(num_local_experts=4),
+    "Qwen3Moe": dict(num_experts=4, **MOE), "Gemma": {}, "Phi": {}, "Phi3": dict(sliding_window=8),
+    "Gemma2": dict(sliding_window=8, query_pre_attn_scalar=8, attn_logit_softcapping=2.0),
+    "Gemma3Text": dict(sliding_window=8, query_pre_attn_scalar=8), "GPT2": {}, "GPTNeoX": {},
+    "OPT": dict(ffn_dim=64, word_embed_proj_dim=32), "Olmo2": {}, "Cohere": {}, "Granite": {},
+    "SmolLM3": {}, "Glm4": {}, "GptOss": dict(sliding_window=8, num_local_experts=4, **MOE),
+    "DeepseekV3": dict(num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1, v_head_dim=8,
+                       q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                       first_k_dense_replace=1, n_shared_experts=1, **MOE)}
+REFUSED = {"Mamba": "recurrent state", "Bloom": "attention interface", "Mpt": "attention interface",
+           "Falcon": "attention interface", "Rwkv": "recurrent", "StableLm": "attention interface",
+           "Bert": "not causal", "GPTJ": "ragged batch", "Bart": "encoder-decoder|attention interface",
+           "Nemotron": "batch layout", "Jamba": "recurrent state"}
+
+
+def family(name, scale=4, **changes):
+    tiny = {k: v for k, v in TINY.items() if name != "Falcon" or k != "head_dim"}
+    config = getattr(transformers, name + "Config")(**{**tiny, **changes})
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for w in model.parameters():
+            w.mul_(scale if w.ndim > 1 else 1)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_families_work_to_the_token(name):
+    """A window, a soft cap or a sink that is not honoured changes greedy text past 8 positions."""
+    target, prompts = family(name, **WORKS[name]), prompts_of((11, 3, 6))
+    out = av.generate(target, noisy(target, 0.05), prompts, max_new_tokens=24, temperature=0, seed=0,
+                      num_speculative_tokens=3, max_batch_size=2, plan="joint", cost=STAIRS)
+    assert out.tokens == [greedy(target, p, 24) for p in prompts]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_are_refused_by_name(name):
+    """What cannot run as a ragged batch must say so before the first token, never run wrong."""
+    model = family(name)
+    for pair in ((model, llama()), (llama(), model)):
+        with pytest.raises((ValueError, NotImplementedError), match=f"{name}.*({REFUSED[name]})"):
+            av.generate(*pair, [[1, 2]], max_new_tokens=4, cost=STAIRS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_differs_only_at_near_ties(dtype):
+    """In 16 bits greedy text may leave that of `generate` only where the two best logits are within
+    3 % of the spread of the row; q stays one float32 law, so the self-draft is accepted but there."""
+    target = llama().to(dtype)
+    prompts = prompts_of((5, 12, 1))
+    out = av.generate(target, noisy(llama(), 0.05).float(), prompts, max_new_tokens=40, temperature=0,
+                      num_speculative_tokens=4, cost=STAIRS, seed=0)
+    for prompt, got in zip(prompts, out.tokens):
+        want = greedy(target, prompt, 40)
+        differ = next((i for i in range(40) if got[i] != want[i]), None)
+        if differ is not None:
+            row = target(torch.tensor([prompt + want[:differ]])).logits[0, -1].float()
+            best = row.topk(2).values
+            assert best[0] - best[1] < 0.03 * (row.max() - row.min())
+
+
+@pytest.mark.parametrize("plan", ["fixed", "verification"])
+def test_no_device_is_mixed_and_a_step_reads_back_once(plan, monkeypatch):
+    """On shapes alone (fake tensors on "meta"): an `.item()`, a boolean mask or a CPU index in a step
+    raises here, and would wait or fail on a GPU. The one read-back of the step is answered by hand. (Joint reads once more per pass.)"""
+    reads = []
+
+    def answer(table):
+        reads.append(tuple(table.shape))
+        host = np.ones(table.shape)
+        host[..., 2:4] = 0  # nothing verified, nothing accepted
+        return host
+
+    monkeypatch.setattr(av, "_read_back", answer)
+    monkeypatch.setattr(torch, "Generator", lambda device: type("G", (), dict(seed=lambda s: 0))())
+    draw = torch.rand  # a fake device has no generator
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator, **kw: draw(*shape, **kw))
+    with FakeTensorMode():
+        with torch.device("meta"):
+            target, drafter = (LlamaForCausalLM(LlamaConfig(**{**TINY, "num_hidden_layers": n})).eval()
+                               for n in (2, 1))
+            estimator = av.AcceptanceEstimator(4, device="meta", refit_every=2)
+        decoder = av.Decoder(target, drafter, [([1] * n, 9) for n in (3, 1, 7)], max_length=20,
+                             num_speculative_tokens=4, plan=plan, cost=STAIRS, estimator=estimator,
+                             max_batch_size=2, top_k=5, top_p=0.9)
+        for i in range(5):
+            decoder.step()
+            assert len(reads) == i + 1 and len(reads[-1]) == 2
+
+
+def test_one_padded_block_as_on_a_gpu_gives_the_same_text(monkeypatch):
+    """Where widths stay unread, an upper bound pads all requests alike; a wrong bound cuts queries."""
+    monkeypatch.setattr(av, "READ_FREELY", set())
+    target, prompts = llama(), prompts_of((5, 1, 17, 3))
+    out = av.generate(target, noisy(target, 0.1), prompts, max_new_tokens=30, num_speculative_tokens=4,
+                      temperature=0, cost=STAIRS, max_batch_size=3)
+    assert out.tokens == [greedy(target, p, 30) for p in prompts]
+
+
+def test_logits_that_are_not_finite_are_named():
+    """NaN would silently become some token."""
+    for name, index in (("target", 0), ("drafter", 1)):
+        pair = [llama(), llama()]
+        with torch.no_grad():
+            pair[index].lm_head.weight[3] = math.nan
+        with pytest.raises(FloatingPointError, match=f"the {name} returned logits"):
+            av.generate(*pair, [[1, 2]], max_new_tokens=4, plan="fixed")
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(prompts=[[]]), r"prompts\[0\] must be a list of token ids, got \[\]"),
+    (dict(prompts=[[1], []]), r"prompts\[1\]"), (dict(prompts=torch.tensor([1, 2])), r"prompts\[0\].*got 1"),
+    (dict(prompts="text"), "prompts must be"), (dict(prompts=["text"]), r"prompts\[0\].*'text'"),
+    (dict(prompts=[[64]]), r"prompts\[0\].*0..63.*64"), (dict(prompts=[[-1]]), r"prompts\[0\].*-1"),
+    (dict(prompts=[[1.0]]), r"whole number.*1.0"), (dict(prompts=[[True]]), "True"),
+    (dict(max_new_tokens=-1), "max_new_tokens.*-1"), (dict(max_new_tokens=[1, 2]), "max_new_tokens"),
+    (dict(max_new_tokens=255), "256 positions.*257"), (dict(num_speculative_tokens=-1), "speculative.*-1"),
+    (dict(temperature=-0.1), "temperature.*-0.1"), (dict(temperature=math.nan), "temperature.*nan"),
+    (dict(temperature=math.inf), "temperature.*inf"), (dict(temperature=None), "temperature.*None"),
+    (dict(top_p=0), "top_p.*0"), (dict(top_p=1.1), "top_p.*1.1"), (dict(top_p=math.nan), "top_p.*nan"),
+    (dict(top_k=-1), "top_k.*-1"), (dict(top_k=2.5), "top_k.*2.5"), (dict(max_batch_size=0), "batch.*0"),
+    (dict(plan="adaptive"), "plan.*adaptive"), (dict(eos_token_id=-2), "eos_token_id.*-2"),
+    (dict(eos_token_id="</s>"), "eos_token_id"), (dict(estimator=av.AcceptanceEstimator(3)), "K = 7.*3"),
+    (dict(cost={1: 2}), "cost must be a CostTable"), (dict(drafter=None), "drafter.*NoneType"),
+    (dict(target="gpt2"), "target.*str"), (dict(drafter=llama(max_position_embeddings=4)), "4 positions"),
+    (dict(target=llama().train()), "target.*training mode"), (dict(seed="x"), "seed.*'x'")])
+def test_bad_input_is_refused_by_name_and_value(change, message):
+    """Nothing is silently changed or ignored; nothing runs before it is checked."""
+    good = dict(target=llama(), drafter=llama(), prompts=[[1, 2]], max_new_tokens=4)
+    with pytest.raises(ValueError, match=message):
+        av.generate(**{**good, **change})
+    with pytest.raises(TypeError):
+        av.generate(**good, repetition_penalty=2.0)
+
+
+def test_odd_but_right_input():
+    """No prompts give nothing; tensors and tuples of ids are prompts; K may exceed what is asked."""
+    target = cycle(8)
+    assert av.generate(target, None, [], num_speculative_tokens=0).tokens == []
+    assert av.generate(target, cycle(8), [], cost=STAIRS).tokens == []
+    for prompts in (torch.tensor([[1], [2]]), [torch.tensor([1]), (2,)], np.array([[1], [2]])):
+        out = av.generate(target, cycle(8), prompts, max_new_tokens=3, num_speculative_tokens=12,
+                          temperature=0, cost=STAIRS)
+        assert out.tokens == [[2, 3, 4], [3, 4, 5]]
+
+
+def test_costs_are_measured_at_the_shapes_that_run():
+    """A table of another shape than the batch's lies about trimmed batches."""
+    target = llama()
+    cost = av.measure_costs(target, noisy(target, 0.1), prompts_of((5, 9)), num_speculative_tokens=3,
+                            max_batch_size=4, context_length=20, repeats=1)
+    assert cost.verify.tokens.tolist() == [1, 2, 4, 5, 7, 10, 16] and cost.draft.tokens.tolist() == [1, 2, 4]
+
+
+def test_memory_and_state_do_not_grow():
+    """A list kept per step, or finished requests kept in the batch, grows with the run."""
+    import tracemalloc
+    target = cycle(16)
+    decoder = av.Decoder(target, cycle(16, wrong_at=(3,)), (([i % 16], 6) for i in range(10**9)),
+                         max_length=8, max_batch_size=4, num_speculative_tokens=3, cost=STAIRS,
+                         estimator=av.AcceptanceEstimator(3), seed=0)
+    sizes = []
+    tracemalloc.start()
+    for i in range(450):
+        decoder.step()
+        decoder.finished.clear()
+        if i % 150 == 149:
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[2] - sizes[1] < 20_000 and decoder.R == 4
+
+
+# --------------------------------------------------------------------------- the texts
+
+
+def test_the_file_stays_small():
+    """Minimal is a promise: a line budget, short functions, 100 columns."""
+    import ast
+    source = (HERE / "av.py").read_text()
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+    assert len(source.splitlines()) <= 910 and max(map(len, source.splitlines())) <= 100
+    assert max(f.end_lineno - f.lineno + 1 for f in functions) <= 50
+
+
+def test_the_readme_runs():
+    """A README whose code does not run is a defect: its Python blocks are executed in order."""
+    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
+    assert blocks
+    subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True, cwd=HERE, timeout=100)
