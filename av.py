@@ -262,6 +262,8 @@ class Curve:
 
     def learn(self, tokens: int, ms: float, rate: float = 0.1):
         """Move the points next to `tokens` towards a step that really took `ms`."""
+        if tokens > 1.5 * self.tokens[-1]:  # a batch of prompts says little about the points
+            return
         error = np.clip(ms / self(tokens) - 1, -0.5, 0.5) * self(tokens)  # a hiccup counts little
         near = np.array([np.interp(tokens, self.tokens, e) for e in np.eye(len(self.points))])
         self.points += rate * error * near
@@ -609,13 +611,7 @@ class Decoder:
         done = Step(self.index[:R].copy(), *whole[:, :3].T, whole[:, 3:],
                     *np.split(host[:, 5 + K:], 2, axis=1), {})
         self.commit(done, other + budget)
-        for name, a, b in zip(("draft", "verify"), clock, clock[1:]):
-            done.seconds[name] = b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
-        done.seconds["rest"] = time.perf_counter() - began - sum(done.seconds.values())
-        for name in self.stats.seconds:
-            self.stats.seconds[name] += done.seconds[name]
-        if self.cost:
-            self.settle(done, other, budget)
+        self.account(done, other, budget, clock, began)
         return done
 
     def budget(self, limits, other):
@@ -712,21 +708,27 @@ class Decoder:
         # Where nothing was drafted, the request's expectation goes on from what it last was.
         self.survival[:R] = np.where(drafted, done.survival, self.mean_survival)
 
-    def settle(self, done: Step, other: int, budget: int):
-        """Hold the step against the cost table: its time, and what a token is worth."""
-        passes = (done.survival >= 0).sum(0)
-        tokens = passes[passes > 0]
-        own = self.cost.draft(tokens).sum() + self.cost.verify(self.R + budget)  # without prompts
+    def account(self, done: Step, other: int, budget: int, clock: list, began: float):
+        """Where the time went, what the cost table had said, and what a millisecond earns."""
+        seconds, passes = done.seconds, (done.survival >= 0).sum(0)
+        for name, a, b in zip(("draft", "verify"), clock, clock[1:]):
+            seconds[name] = b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
+        seconds["rest"] = time.perf_counter() - began - sum(seconds.values())
+        for name in self.stats.seconds:
+            self.stats.seconds[name] += seconds[name]
+        if self.cost is None:
+            return
+        draft, verify, fed = self.cost.draft, self.cost.verify, passes[passes > 0]
         gain = self.R + done.survival[np.arange(self.K) < done.num_verified[:, None]].sum()
-        self.earned = 0.98 * self.earned + [gain, own]
+        # Prompts are left out of the price: they cost the same whatever the plan.
+        self.earned = 0.98 * self.earned + [gain, draft(fed).sum() + verify(self.R + budget)]
         self.price = self.earned[0] / self.earned[1]
-        tokens[:1] += other - self.R  # the first pass feeds new prompts as well
-        drafting, seconds = self.cost.draft(tokens), done.seconds
-        seconds["predicted"] = (drafting.sum() + self.cost.verify(other + budget)) / 1e3
+        drafting = draft(fed)
+        seconds["predicted"] = (drafting.sum() + verify(other + budget)) / 1e3
         if self.cost.learning:
-            for n, ms in zip(tokens, drafting * seconds["draft"] * 1e3 / max(drafting.sum(), 1e-9)):
-                self.cost.draft.learn(n, ms)
-            self.cost.verify.learn(other + budget, 1e3 * (seconds["verify"] + seconds["rest"]))
+            for n, ms in zip(fed, drafting * seconds["draft"] * 1e3 / max(drafting.sum(), 1e-9)):
+                draft.learn(n, ms)
+            verify.learn(other + budget, 1e3 * (seconds["verify"] + seconds["rest"]))
 
     def admit(self):
         """Hand out finished requests and put new ones in their slots; close up what stays empty."""

@@ -203,7 +203,7 @@ HUB_PROMPTS = [f"{ask} {what}." for what in (
     "the tides", "the game of chess", "a lighthouse", "binary search", "bread", "prime numbers",
     "the moon", "sorting a list") for ask in (
     "Write commented Python code about", "Tell me a short story about", "List twenty facts about")]
-PROMPT, NEW = 64, (64, 96)  # bytes of a built-in prompt; new tokens per request, from and to
+PROMPT, NEW = 48, (128, 192)  # bytes of a built-in prompt; new tokens per request, from and to
 
 
 class Pair(NamedTuple):
@@ -276,7 +276,7 @@ def requests(prompts: list[list[int]], load: int, seed: int):
     """Endless (prompt, max_new_tokens), the same ones for every arm; the prompts take turns."""
     rng = random.Random(seed)
     for n in itertools.count():
-        new = rng.randint(*NEW) // (2 if load < FEW else 1)
+        new = rng.randint(*NEW) // (4 if load < FEW else 1)
         # The first batch is cut short at random: else it would all end, and be refilled, at once.
         yield prompts[n % len(prompts)], rng.randint(1, new) if n < load else new
 
@@ -443,7 +443,7 @@ def print_step(number: int, done: av.Step, row: int, show: Callable[[int], str])
 #    else the machine does falls on all of them alike. A slice lasts until some requests have ended,
 #    the same ones for each arm: easy and hard texts differ by more than the arms do.
 
-FEW = 4  # with fewer requests at once than this they are half as long, or it would take minutes
+FEW = 4  # with fewer requests at once than this they are shorter, or it would take minutes
 
 
 class Arm:
@@ -454,30 +454,31 @@ class Arm:
         pair, began = run.pair, time.perf_counter()
         estimator = None if plan == "fixed" else run.estimators.setdefault(
             name, av.AcceptanceEstimator(K, device=pair.target.device))
-        self.name, self.requests = name, max(3, (2 - run.quick) * math.isqrt(load))
+        self.name, self.load = name, load
+        self.seconds = (0.9 + load / 200) / (1 + run.quick)
         self.decoder = av.Decoder(
             pair.target, pair.drafter if K else None, requests(pair.prompts, load, run.seed),
             max_length=max(map(len, pair.prompts)) + NEW[1], max_batch_size=load, plan=plan,
-            num_speculative_tokens=K, estimator=estimator, cost=cost if estimator else None,
+            num_speculative_tokens=K, estimator=estimator, cost=copy.deepcopy(cost) if estimator else None,
             eos=pair.eos, seed=run.seed, **run.law)
         # Until the estimator has been refitted once, but not for ever.
         while (spent := time.perf_counter() - began) < 0.5 or (
                 estimator and estimator.steps < estimator.refit_every and spent < 5):
             self.decoder.step()
-        self.decoder.requests = enumerate(requests(pair.prompts, load, run.seed))
-        ended = len(self.decoder.finished)
-        while len(self.decoder.finished) < ended + min(load, self.requests):
-            self.decoder.step()
         self.stats = self.decoder.stats = av.Stats(*np.zeros((3, K), int))
-        self.rates, self.steps = [], []  # tokens/s by slice; (Step, target tokens, seconds)
+        self.rates, self.steps = [], []  # tokens/s by slice; (Step, seconds)
 
-    def slice(self, seconds: float = 3.0):
-        """Steps until some requests have ended, or for `seconds`; their tokens per second."""
-        began, tokens, ended = time.perf_counter(), self.stats.committed, len(self.decoder.finished)
-        while (then := time.perf_counter()) < began + seconds and (
-                len(self.decoder.finished) < ended + self.requests):
-            before, done = self.stats.target_tokens, self.decoder.step()
-            self.steps.append((done, self.stats.target_tokens - before, time.perf_counter() - then))
+    def slice(self):
+        """Some time's steps, their tokens per second; of few requests three whole ones instead.
+
+        (One of each kind of text: within a second, one arm might just meet the easiest.)
+        """
+        began, tokens, few = time.perf_counter(), self.stats.committed, self.load < FEW
+        while (then := time.perf_counter()) < began + self.seconds * (not few) or (
+                few and len(self.decoder.finished) < 3):
+            done = self.decoder.step()
+            self.steps.append((done, time.perf_counter() - then))
+        self.decoder.finished.clear()
         self.rates.append((self.stats.committed - tokens) / (time.perf_counter() - began))
 
     @property
@@ -551,20 +552,21 @@ def show(run: Run, args):
     finally:
         if results:
             print(f"{'':45}(per request and step; tokens out: the bonus token included)")
-            explain(run, results, costs)
+            explain(run, results)
             print_estimators(run)
-            print_calibration(run, results, costs)
+            print_calibration(run, results)
 
 
-def explain(run: Run, results: dict[int, list[Arm]], costs: dict[int, av.CostTable]):
+def explain(run: Run, results: dict[int, list[Arm]]):
     """By load: the price of a draft from the cost table, how many bring less, what an arm does."""
     run.title("Why: a draft brings its chance to be kept; it costs time, which is worth tokens too")
     print(f"  load  {'arm':13}{'a draft costs, in tokens':27}bring less   so it{'':19}"
           f"gain over fixed {run.K}")
     for load, (_, fixed, verification, joint) in results.items():
+        cost = verification.decoder.cost  # as it has learned on
         check, draw = [ms * verification.rate / 1e3 for ms in (
-            draft_ms(costs[load], load, run.K), costs[load].draft(load) / load)]
-        chance = np.concatenate([done.survival.ravel() for done, _, _ in verification.steps])
+            draft_ms(cost, load, run.K), cost.draft(load) / load)]
+        chance = np.concatenate([done.survival.ravel() for done, _ in verification.steps])
         chance = chance[chance >= 0]
         (_, drawn, verified), depth = verification.per_step(), joint.per_step()[1]
         for price, what, so, arm in (
@@ -588,7 +590,7 @@ def print_estimators(run: Run):
 def labels(steps: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
     """For each verified draft up to the first rejection: predicted confidence, and if accepted."""
     predicted, seen = [], []
-    for done, _, _ in steps:
+    for done, _ in steps:
         position = np.arange(done.drafts.shape[1])
         labelled = (position < done.num_verified[:, None]) & (position <= done.accepted[:, None])
         before = np.pad(done.survival, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
@@ -597,7 +599,7 @@ def labels(steps: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(predicted), np.concatenate(seen)
 
 
-def print_calibration(run: Run, results: dict, costs: dict, bins: int = 10):
+def print_calibration(run: Run, results: dict, bins: int = 10):
     """Predicted against seen: the chance to be accepted, in bins, and the time of a step."""
     predicted, seen = labels([step for arms in results.values() for step in arms[2].steps])
     run.title(f"Did it come true? The {len(seen):,} drafts that verification checked, all loads")
@@ -611,20 +613,14 @@ def print_calibration(run: Run, results: dict, costs: dict, bins: int = 10):
         print(f"  {b / bins:.1f} to {(b + 1) / bins:.1f} {mean:6.2f}  {share:6.2f} {n:8}   "
               + "".join(bar).rstrip())
     print(f"  expected calibration error {error:.3f} (published: 0.010)")
-    ratios = {n: statistics.median(clock(arms[2:], costs[n])) for n, arms in results.items()}
+    ratios = {n: statistics.median(clock(arms[2:])) for n, arms in results.items()}
     print("  time of a step, as the cost table predicts it / as it was, median: "
           + ", ".join(f"{ratio:.2f} at {load}" for load, ratio in ratios.items()))
 
 
-def clock(arms: list[Arm], cost: av.CostTable) -> list[float]:
-    """Of each step of some arms: the time that the cost table says over the time it took."""
-    ratios = []
-    for done, tokens, seconds in [step for arm in arms for step in arm.steps]:
-        passes = (done.survival >= 0).sum(0)  # tokens of each drafter pass
-        passes[0] += tokens - len(done.requests) - done.num_verified.sum()  # new prompts
-        ms = cost.draft(passes[passes > 0]).sum() + cost.verify(tokens)
-        ratios.append(ms / seconds / 1e3)
-    return ratios
+def clock(arms: list[Arm]) -> list[float]:
+    """Of each step of some arms: the time that the cost table had said over the time it took."""
+    return [done.seconds["predicted"] / seconds for arm in arms for done, seconds in arm.steps]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -821,6 +817,8 @@ def main() -> int:
         status()
         print("\nstopped; what was measured so far stands above")
         return 130
+    except BrokenPipeError:  # the reader of a pipe has left: nothing more to say, not at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
