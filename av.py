@@ -22,7 +22,7 @@ B, V, T          requests, vocabulary, packed query tokens of a step
     accept x_i   with probability min(1, p(x_i) / q(x_i)), else draw from norm(max(0, p - q))
     feature      f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
     confidence   c_i = sigmoid(slope * f_i + intercept_i), by damped Newton steps on the log-loss
-    budget       argmax_b (B + sum of the b best survivals) / (ms of drafting + ms to verify B + b)
+    budget       argmax_b (B + sum of the b best survivals) / (ms to draft + ms to verify B + b)
 
 Not here: token trees, settings per request, paged memory, CUDA graphs, several devices or threads,
 recurrent models. All that is in vLLM: `vllm/v1/worker/gpu/spec_decode/acceptance_estimator.py` and
@@ -148,10 +148,11 @@ class AcceptanceEstimator:
     """logit P(draft i accepted) = slope * logit(q_max) + intercepts[i], fitted while serving.
 
     One slope for all positions, one intercept each: K + 1 parameters, O(K^2) state, float64. One
-    estimator per pair and sampling setting. Defaults are vLLM's (the median of five pairs).
+    estimator per pair and sampling setting. Defaults are vLLM's; it starts from the median that its
+    authors found over five pairs of models.
 
-    num_speculative_tokens: K >= 1. refit_every: N, decode steps per round. ridge: pull towards the
-    starting point, in units of labels. damping: labels at which a coefficient takes half its step.
+    num_speculative_tokens: K >= 1. refit_every: N, decode steps per round. ridge: keeps H regular
+    where a position has no labels. damping: labels at which a coefficient takes half its step.
     """
 
     MIN_CURVATURE = 0.05
@@ -161,8 +162,11 @@ class AcceptanceEstimator:
         for name, value, ok in [("num_speculative_tokens", num_speculative_tokens, 1),
                                 ("refit_every", refit_every, 1), ("ridge", ridge, 1e-12),
                                 ("damping", damping, 0), ("slope", slope, 0)]:
-            if not ok <= value < np.inf:
-                raise ValueError(f"{name} must be at least {ok}, got {value}")
+            if not ok <= value < np.inf or (ok == 1 and value % 1):
+                kind = "a whole number of" if ok == 1 else "a number of"
+                raise ValueError(f"{name} must be {kind} at least {ok}, got {value}")
+        if not np.isfinite(intercept):
+            raise ValueError(f"intercept must be finite, got {intercept}")
         K = num_speculative_tokens
         self.num_speculative_tokens, self.refit_every = K, refit_every
         self.ridge, self.damping = ridge, damping
@@ -206,9 +210,9 @@ class AcceptanceEstimator:
         # subtle: a draft that was all but sure has no curvature, yet a full residual if it fails:
         # one such surprise would move an intercept by hundreds. So curvature has a floor.
         curvature = (confidence * (1 - confidence)).clamp(min=self.MIN_CURVATURE)
-        self.hessian += torch.einsum("bki,bkj,bk->ij", x, x, curvature)
-        self.gradient += torch.einsum("bki,bk->i", x, confidence - label)
-        self.counts += torch.cat([labelled.sum()[None], labelled.sum(0)])
+        self.hessian = self.hessian + torch.einsum("bki,bkj,bk->ij", x, x, curvature)
+        self.gradient = self.gradient + torch.einsum("bki,bk->i", x, confidence - label)
+        self.counts = self.counts + torch.cat([labelled.sum()[None], labelled.sum(0)])
         self.steps += 1
         if self.steps % self.refit_every == 0:
             self.refit()
@@ -266,7 +270,9 @@ class Curve:
             return
         error = np.clip(ms / self(tokens) - 1, -0.5, 0.5) * self(tokens)  # a hiccup counts little
         near = np.array([np.interp(tokens, self.tokens, e) for e in np.eye(len(self.points))])
-        self.points += rate * error * near
+        now, smaller = self(tokens) + rate * error, self.tokens < tokens
+        self.points = self.ms + rate * error * near
+        self.points[smaller] = np.minimum(self.points[smaller], now)  # fewer tokens take no longer
 
 
 class CostTable:
@@ -304,6 +310,9 @@ def trim(survival: Tensor, budget: int) -> Tensor:
     breaks a prefix nor asks which token was drawn.
     """
     B = len(survival)
+    if budget < 0:
+        raise ValueError(f"budget must be >= 0, got {budget}")
+    # LOSSLESS: whatever outranks a slot has a survival that the slot's own draft cannot change.
     best = survival.T.flatten().sort(descending=True, stable=True).indices[:budget]
     return best.new_zeros(B).scatter_add_(0, best % B, torch.ones_like(best))
 
@@ -343,11 +352,12 @@ class Ragged:
         # bound serves, and one large block is fastest.
         cpu = device.type in READ_FREELY
         widths = counts.numpy() if cpu else pending + min(budget, max_drafts)
-        prompts, short = np.flatnonzero(pending > 2), np.where(pending > 2, 1, widths)
-        size = min((R, 64, 32, 16, 8, 4) if cpu else (R,), key=lambda n: CALL * -(-R // n) + n * np.
-                   maximum.reduceat(short, np.arange(0, R, n)).sum())
+        prompts = np.flatnonzero(pending > 2)  # a call of their own each
+        short = np.where(pending > 2, 1, widths)
+        size = min((R, 64, 32, 16, 8, 4) if cpu else (R,), key=lambda n: n * (  # padded queries
+            np.maximum.reduceat(short, np.arange(0, R, n)).sum()) + CALL * -(-R // n))
         edges = np.unique(np.concatenate([np.arange(0, R, size), prompts, prompts + 1, [R]]))
-        self.blocks, fed = [], np.cumsum(np.append(0, widths))  # the latter is `first` on a CPU
+        self.blocks, fed = [], np.cumsum(np.append(0, widths))  # `first` on the host (CPU only)
         for lo, hi in zip(edges[:-1], edges[1:]):
             width, here = int(widths[lo:hi].max()), slice(slots[lo], slots[hi - 1] + 1)
             j = torch.arange(width, device=device)
@@ -377,10 +387,11 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
     output = query.new_empty(*query.shape[:2], value.shape[3])
     for rows, index, seen, length, masks in ragged.blocks:
         (r, w), k, v = seen.shape, key[rows, :, :length], value[rows, :, :length]
+        length = k.shape[2]  # an upper bound may have passed the end of the cache
         # Heads that share a key head become queries of it: (r, H_kv, w * G, D), no key is repeated.
         q = query[index].unflatten(0, (r, w)).unflatten(2, (-1, G)).transpose(1, 2).flatten(2, 3)
         if sliding_window not in masks:  # layers share one of a few masks
-            at = torch.arange(length, device=query.device)
+            at = torch.arange(length, device=query.device)  # key positions
             hidden = at > seen[..., None]  # (r, w, length): the future, and stale entries behind
             if sliding_window is not None:
                 hidden |= at <= seen[..., None] - sliding_window
@@ -404,6 +415,11 @@ _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_lo
 AttentionInterface.register("ragged", ragged_attention)
 
 
+def _vocabulary(model):
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return len((head if head is not None else embedding).weight), len(embedding.weight)
+
+
 @contextlib.contextmanager
 def _attending(configs):
     """Let a model's configs name ragged attention; they come back as they were, come what may."""
@@ -419,9 +435,11 @@ def _attending(configs):
 
 # ---------------------------------------------------------------------------------------------
 # 6. A causal LM over request slots: the target, and the drafter.
-#    The loop knows a drafter by four verbs only: `logits(tokens, lengths, slots)`, `commit`, `move`
-#    and `reset`, as below. An EAGLE-, MTP- or DFlash-like drafter implements the same four; one
-#    that drafts in parallel computes in the first of the K calls and hands out in the others.
+#    The loop knows a drafter by four verbs only, as below: `logits(tokens, lengths, slots)` gives
+#    (R, V) for the next token of each of the slots, and the loop draws it; `commit(lengths)` says
+#    what became of slots 0..R-1; `move`, `reset`. One that drafts in parallel computes in the first
+#    of the K calls and hands out in the others; one that reads the target's hidden states takes
+#    them by a hook of its own.
 
 
 class SlotLM:
@@ -434,7 +452,7 @@ class SlotLM:
 
     def __init__(self, model, num_slots: int, max_length: int, max_drafts: int = 0):
         self.model, self.shape, self.max_drafts = model, (num_slots, max_length), max_drafts
-        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.vocab_size, self.embedded = _vocabulary(model)
         configs = (m.config for m in model.modules() if hasattr(m, "config"))
         self.configs = list({id(config): config for config in configs}.values())
         self.kv = {}  # layer: keys and values, each (slots, H_kv, max_length, D)
@@ -445,14 +463,14 @@ class SlotLM:
         """(R + budget, V): logits after each slot's last known token and after each of its drafts.
 
         tokens (slots, S): of each slot `lengths` (R,) known tokens, then its drafts; slots (R,)
-ascending; drafts (R,): how many to verify, summing to budget. Feeds all that the cache
+        ascending; drafts (R,): how many to verify, summing to budget. Feeds all that the cache
         lacks: a prompt, the last token, and (subtle: after a full acceptance) the last draft.
         """
         cached = self.cached[slots]
         self.batch = Ragged(slots, cached, lengths - cached, drafts, budget, self.max_drafts,
                             tokens.device)
         # subtle: an id that only the target has is fed as the last one; q may be anything.
-        ids = tokens[self.batch.slots, self.batch.positions].clamp(max=self.vocab_size - 1)
+        ids = tokens[self.batch.slots, self.batch.positions].clamp(max=self.embedded - 1)
         try:
             with _attending(self.configs):
                 out = self.model(input_ids=ids[None], position_ids=self.batch.positions[None],
@@ -460,7 +478,7 @@ ascending; drafts (R,): how many to verify, summing to budget. Feeds all that th
                                  logits_to_keep=self.batch.keep)
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
             if self.cached.any() or isinstance(error, torch.OutOfMemoryError):
-                raise
+                raise  # only of a first pass may one say that the model is of the wrong kind
             raise NotImplementedError(f"{type(self.model).__name__} cannot run as a ragged batch: "
                                       f"{error}") from error
         if not self.batch.layers == set(self.kv) == set(range(self.model.config.num_hidden_layers)):
@@ -497,7 +515,8 @@ ascending; drafts (R,): how many to verify, summing to budget. Feeds all that th
 
 
 # ---------------------------------------------------------------------------------------------
-# 7. The loop. Plain, fixed, adaptive and joint decoding differ in `budget` and `wanted` only.
+# 7. The loop. Plain, fixed, adaptive and joint decoding differ in `budget` and
+#    `worth_drafting` only.
 
 
 @dataclass
@@ -549,11 +568,16 @@ class Decoder:
                  num_speculative_tokens=7, plan="verification", estimator=None, cost=None,
                  temperature=1.0, top_k=0, top_p=1.0, eos=(), seed=None):
         B, K = max_batch_size, num_speculative_tokens
+        if K and plan != "fixed" and None in (estimator, cost):
+            raise ValueError(f"plan={plan!r} needs an estimator and cost, got {estimator}, {cost}")
+        if plan not in PLANS:
+            raise ValueError(f"plan must be one of {PLANS}, got {plan!r}")
         self.K, self.plan, self.estimator, self.cost = K, plan if K else "fixed", estimator, cost
         self.target = SlotLM(target, B, max_length, K)
-        self.drafter = SlotLM(drafter, B, max_length) if hasattr(drafter, "config") else drafter
+        own = K == 0 or hasattr(drafter, "logits")
+        self.drafter = drafter if own else SlotLM(drafter, B, max_length)
         self.models = [self.target, self.drafter] if K else [self.target]
-        self.law, self.eos = dict(temperature=temperature, top_k=top_k, top_p=top_p), list(eos)
+        self.sampling, self.eos = dict(temperature=temperature, top_k=top_k, top_p=top_p), list(eos)
         self.device, self.generator = target.device, torch.Generator(target.device)
         self.generator.seed() if seed is None else self.generator.manual_seed(seed)
         self.requests, self.finished, self.R = enumerate(requests), [], 0  # slots 0..R-1 are in use
@@ -574,16 +598,16 @@ class Decoder:
         R, K, device, began = self.R, self.K, self.device, time.perf_counter()
         if not R:
             return None
-        lengths, clock = self.lengths[:R], [_mark(self.device)]
+        lengths, clock = self.lengths[:R], [_mark(device)]
         limits = np.minimum(K, self.ends[:R] - lengths - 1)  # the very last token is a bonus token
         other = int((lengths - self.target.cached[:R]).sum())  # target tokens that are no drafts
         # LOSSLESS: the budget is fixed here, before anything of this step is drawn.
-        budget = self.budget(limits, other)
+        budget = self.choose_budget(limits, other)
         # 1 + 2. draft, score
-        drafts, q, features, survival, finite = self.draft(limits, other, budget)
+        drafts, q, features, survival, finite = self.draw(limits, other, budget)
         clock.append(_mark(device))
         # 3. trim
-        if budget is None:  # joint: a slot is verified if it is worth its price, whatever others do
+        if budget is None:  # joint. LOSSLESS: a slot faces a price of earlier steps, not the others
             num_verified = (survival > self.slot_price(other)).sum(1)  # (R,)
             budget = int(_read_back(num_verified.sum()))
             self.spent = 0.9 * self.spent + 0.1 * budget
@@ -593,13 +617,10 @@ class Decoder:
         logits = self.target.logits(self.tokens, lengths, np.arange(R), num_verified, budget)
         clock.append(_mark(device))
         # 5. accept
-        p = warp(logits, **self.law)  # (R + budget, V)
+        p = warp(logits, **self.sampling)  # (R + budget, V)
         accepted, next_tokens = verify(p, q, drafts, num_verified, self.generator)  # (R,), (R,)
         end = torch.from_numpy(lengths).to(device) + accepted  # accepted drafts are in place
         self.tokens[torch.arange(R, device=device), end] = next_tokens
-        # 6. learn
-        if self.estimator:
-            self.estimator.observe(features, num_verified, accepted)
         # The one read-back: a float64 table that holds ids and counts exactly.
         finite = torch.stack([logits.amax(-1).isfinite().all(), finite]).expand(R, 2)
         columns = (finite, num_verified, accepted, next_tokens, drafts, features, survival)
@@ -607,6 +628,9 @@ class Decoder:
         for name, ok in zip(("target", "drafter"), host[0]):
             if not ok:
                 raise FloatingPointError(f"the {name} returned logits that are not finite")
+        # 6. learn
+        if self.estimator:
+            self.estimator.observe(features, num_verified, accepted)
         whole = host[:, 2:5 + K].astype(int)
         done = Step(self.index[:R].copy(), *whole[:, :3].T, whole[:, 3:],
                     *np.split(host[:, 5 + K:], 2, axis=1), {})
@@ -614,7 +638,7 @@ class Decoder:
         self.account(done, other, budget, clock, began)
         return done
 
-    def budget(self, limits, other):
+    def choose_budget(self, limits, other):
         """How many drafts to verify, from what earlier steps have shown; None: price each slot.
 
         One step in each round of the estimator drafts and verifies everything: a position that is
@@ -628,7 +652,7 @@ class Decoder:
         usable = np.arange(self.K) < limits[:, None]
         return draft_budget(np.where(usable, self.survival[:self.R], -1.0), self.cost, other)
 
-    def draft(self, limits, other, budget):
+    def draw(self, limits, other, budget):
         """Up to K tokens per request, each with its law and its chance to be accepted.
 
         Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K), and whether the
@@ -636,8 +660,8 @@ class Decoder:
         """
         R, K, V, device = self.R, self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
-        q = torch.zeros(R, K, V, device=device)
-        features = torch.zeros(R, K, device=device)
+        q = torch.zeros(R, K, V, dtype=torch.float32, device=device)
+        features = torch.zeros(R, K, dtype=torch.float32, device=device)
         finite = torch.ones((), dtype=torch.bool, device=device)
         survival = torch.full((R, K), -1.0, dtype=torch.float64, device=device)
         alive, slots = torch.ones(R, dtype=torch.float64, device=device), np.arange(R)
@@ -650,11 +674,12 @@ class Decoder:
             ends = self.lengths[slots] + i
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
             finite = finite & logits.amax(-1).isfinite().all()
-            law = F.pad(warp(logits, **self.law), (0, V - logits.shape[1]))  # no such token: q = 0
+            law = F.pad(warp(logits, **self.sampling), (0, V - logits.shape[1]))  # q = 0 beyond
             x = sample(law, self.generator)  # (rows,)
             rows, ends = torch.from_numpy(np.stack([slots, ends])).to(device)
             self.tokens[rows, ends] = drafts[rows, i] = x
-            q[rows, i], f = law, logit_q_max(logits, self.law["temperature"])
+            q[rows, i] = law  # LOSSLESS: to the bit what x was drawn from
+            f = logit_q_max(logits, self.sampling["temperature"])
             if self.estimator:
                 alive[rows] *= self.estimator.predict(f, i)
             features[rows, i], survival[rows, i] = f, alive[rows]
@@ -665,7 +690,7 @@ class Decoder:
 
         The m best rows earn their expected tokens less the price of verifying one, and pay the time
         of a drafter pass. LOSSLESS: reads only what was known before any draft i was drawn.
-        (This and the trim read back once more per pass: free on a CPU.)
+        (This reads back once a pass, and joint's trim once a step: free on a CPU.)
         """
         value = _read_back(alive)[slots] * self.mean_confidence[i] - self.slot_price(other)
         order = np.argsort(-value, kind="stable")
@@ -719,27 +744,36 @@ class Decoder:
         if self.cost is None:
             return
         draft, verify, fed = self.cost.draft, self.cost.verify, passes[passes > 0]
+        drafting = draft(fed)  # (passes,) ms
         gain = self.R + done.survival[np.arange(self.K) < done.num_verified[:, None]].sum()
         # Prompts are left out of the price: they cost the same whatever the plan.
-        self.earned = 0.98 * self.earned + [gain, draft(fed).sum() + verify(self.R + budget)]
+        self.earned = 0.98 * self.earned + [gain, drafting.sum() + verify(self.R + budget)]
         self.price = self.earned[0] / self.earned[1]
-        drafting = draft(fed)
         seconds["predicted"] = (drafting.sum() + verify(other + budget)) / 1e3
         if self.cost.learning:
             for n, ms in zip(fed, drafting * seconds["draft"] * 1e3 / max(drafting.sum(), 1e-9)):
                 draft.learn(n, ms)
             verify.learn(other + budget, 1e3 * (seconds["verify"] + seconds["rest"]))
 
+    def next_request(self):
+        """(index, prompt, new) of the next that wants a token; (None, None, 0): no more."""
+        for index, (prompt, new) in self.requests:
+            if new:
+                return index, prompt, new
+            self.finished.append((index, []))
+        return None, None, 0
+
     def admit(self):
         """Hand out finished requests and put new ones in their slots; close up what stays empty."""
         done = np.flatnonzero(self.lengths[:self.R] >= self.ends[:self.R])
         self.finished += [(int(self.index[s]), self.text[s, self.start[s]:self.lengths[s]].tolist())
                           for s in done]
+        # Holes from the highest down, so that the last slot is never one itself; then new slots.
         for slot in [*done[::-1], *range(self.R, len(self.index))]:
-            index, (prompt, new) = next(self.requests, (None, ((), 0)))
+            index, prompt, new = self.next_request()
             if index is None and slot >= self.R:
                 break
-            if index is None:  # the last slot moves into the hole, with all that is known of it
+            if index is None:  # nothing waits: the last slot moves into the hole with its state
                 self.R -= 1
                 for x in (self.tokens, self.text, self.index, self.start, self.lengths, self.ends,
                           self.survival):
@@ -781,13 +815,14 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     prompts = [list(prompts[i % len(prompts)]) for i in range(B)]
     decoder = Decoder(target, drafter, [((p * (n // len(p) + 1))[:n], K + 1) for p in prompts],
                       max_length=n + K + 1, max_batch_size=B, num_speculative_tokens=K, seed=0,
+                      plan="fixed",
                       estimator=AcceptanceEstimator(K, device=target.device), **law)
     decoder.admit()
     draft, verify = {}, {}
     for R, share in [(r, 0.0) for r in sorted({1, -(-B // 4), -(-B // 2)} - {B})] + [
             (B, share) for share in (0, 0.125, 0.25, 0.5, 1)]:
         times, decoder.R, budget = [], R, int(share * K * R)
-        decoder.budget = lambda *_: budget
+        decoder.choose_budget = lambda *_: budget
         for _ in range(repeats + 1):
             s = decoder.step().seconds
             times.append((s["draft"] / K * 1e3, (s["verify"] + s["rest"]) * 1e3))
@@ -815,26 +850,31 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     generation configs are not read. eos_token_id: none, one or several. estimator, cost: go on with
     these; default: a fresh estimator, and costs measured now. on_step: is given every `Step`.
 
-    Same seed, inputs, device and cost table: same tokens. (Costs measured anew differ a little, so
-    budgets and tokens do; their distribution does not.) Raises ValueError before any work.
+    Same seed, inputs, device, estimator and cost table built from points: same tokens. (A measured
+    table goes on learning from the clock, so budgets and tokens may differ from run to run; their
+    distribution does not.) Raises ValueError before any work.
     """
     requests, eos = _check(**locals())
     K, law = num_speculative_tokens, dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens, B = [[] for _ in requests], min(max_batch_size, len(requests))
-    numbers = [i for i, (_, new) in enumerate(requests) if new]
-    if K and plan != "fixed" and numbers:
+    tokens, B = [[] for _ in requests], max(1, min(max_batch_size, len(requests)))
+    longest = max([len(p) + new for p, new in requests if new], default=0)
+    usable = min(K, longest - 2)  # drafts that any request could use
+    if usable < 1:
+        plan = "fixed"
+    if plan != "fixed":
         estimator = estimator or AcceptanceEstimator(K, device=target.device)
-        cost = cost or measure_costs(target, drafter, prompts, num_speculative_tokens=K,
-                                     max_batch_size=B, **law)
-    decoder = Decoder(target, drafter, [requests[i] for i in numbers], max_batch_size=max(B, 1),
-                      max_length=max([len(p) + new for p, new in requests], default=1), seed=seed,
+        middle = sum(len(p) + new / 2 for p, new in requests) / len(requests)
+        cost = cost or measure_costs(
+            target, drafter, [p for p, _ in requests], num_speculative_tokens=usable,
+            max_batch_size=B, context_length=int(min(middle, longest - usable - 1)), **law)
+    decoder = Decoder(target, drafter, requests, max_batch_size=B, max_length=longest, seed=seed,
                       num_speculative_tokens=K, plan=plan, estimator=estimator, cost=cost,
                       eos=eos, **law)
     while done := decoder.step():
         if on_step:
             on_step(done)
     for i, text in decoder.finished:
-        tokens[numbers[i]] = text
+        tokens[i] = text
     return Result(tokens, decoder.stats, estimator, cost)
 
 
@@ -854,17 +894,24 @@ def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, pla
     whole("max_batch_size", max_batch_size, 1)
     whole("top_k", top_k, 0)
     need(plan in PLANS, "plan", f"one of {PLANS}", plan)
-    need(seed is None or isinstance(seed, int), "seed", "None or an int", seed)
+    if seed is not None:
+        whole("seed", seed, 0)
+    need(on_step is None or callable(on_step), "on_step", "None or callable", on_step)
     for name, value, high in (("temperature", temperature, 1e6), ("top_p", top_p, 1)):
-        need(isinstance(value, (int, float)) and 0 <= value <= high, name, f"in 0..{high}", value)
+        need(isinstance(value, (int, float, np.number)) and 0 <= value <= high, name,
+             f"a number in 0..{high}", value)
     need(top_p > 0, "top_p", "above 0", top_p)
-    models = {"target": target}
+    models, verbs = {"target": target}, ("logits", "commit", "move", "reset")
     if K and not hasattr(drafter, "logits"):
         models["drafter"] = drafter
+    elif K:
+        need(all(hasattr(drafter, verb) for verb in verbs), "drafter", f"one with {verbs}", drafter)
     for name, model in models.items():
         _check_model(name, model)
         need(model.device == target.device, f"{name}.device", f"{target.device}", model.device)
-    sizes = {name: m.get_input_embeddings().num_embeddings for name, m in models.items()}
+    sizes = {name: _vocabulary(m)[0] for name, m in models.items()}
+    need(_vocabulary(target)[1] >= sizes["target"], "target", "able to read all that it can say",
+         _vocabulary(target))
     if len(set(sizes.values())) > 1:
         warnings.warn(f"vocabulary sizes differ: {sizes}; what only one has is never drafted",
                       stacklevel=3)
@@ -882,8 +929,9 @@ def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, pla
              f"within the models' {limit} positions", len(prompt) + new[i])
     eos = [] if eos_token_id is None else eos_token_id
     eos = [whole("eos_token_id", t, 0) for t in (
-        eos.tolist() if isinstance(eos, Tensor) else eos if np.iterable(eos) else [eos])]
+        eos.flatten().tolist() if isinstance(eos, Tensor) else eos if np.iterable(eos) else [eos])]
     if estimator is not None:
+        need(isinstance(estimator, AcceptanceEstimator), "estimator", "one", estimator)
         need(estimator.num_speculative_tokens == K, "estimator", f"one for K = {K}",
              estimator.num_speculative_tokens)
         need(estimator.theta.device == target.device, "estimator", f"on {target.device}",
@@ -897,10 +945,13 @@ def _check_model(name, model):
     if config is None or not isinstance(model, torch.nn.Module):
         raise ValueError(f"{name} must be a transformers causal LM, got {type(model).__name__}")
     kinds = set(getattr(config, "layer_types", 0) or ()) - {"full_attention", "sliding_attention"}
+    ropes = str(getattr(config, "rope_parameters", ""))  # flat, or one for each kind of layer
     for bad, why in ((model.training, "is in training mode: call .eval()"),
                      (config.is_encoder_decoder, "is an encoder-decoder"),
                      (model._is_stateful, "keeps a recurrent state, which cannot forget a draft"),
                      (not model._supports_attention_backend, "has no attention interface"),
+                     ("'longrope'" in ropes or "'dynamic'" in ropes, "has rotary positions that "
+                      "depend on the longest request of a pass (longrope, dynamic)"),
                      (kinds, f"has layers of kind {sorted(kinds)}")):
         if bad:
             raise ValueError(f"{name}: {type(model).__name__} {why}")
