@@ -367,6 +367,7 @@ class Ragged:
                 j < counts[lo:hi, None], first[lo:hi, None] + j, T).flatten()  # T: a padded query
             self.blocks.append((here if here.stop - here.start == hi - lo else slot[lo:hi], query,
                                 start[lo:hi, None] + j, int((cached + widths)[lo:hi].max()), {}))
+        self.plain = len(self.blocks) == 1 and even  # nothing to pad, nothing to put together
 
 
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None, scaling=None,
@@ -383,8 +384,9 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
         raise NotImplementedError(f"{type(module).__name__}: an attention that {why} is not here")
     ragged.layers.add(module.layer_idx)
     query, G = query[0].transpose(0, 1), query.shape[1] // key.shape[1]
-    query = torch.cat([query, query[:1]])  # (T + 1, H, D): the last row stands for padded queries
-    output = query.new_empty(*query.shape[:2], value.shape[3])
+    if not ragged.plain:
+        query = torch.cat([query, query[:1]])  # (T + 1, H, D): a last row for the padded queries
+        output = query.new_empty(*query.shape[:2], value.shape[3])
     for rows, index, seen, length, masks in ragged.blocks:
         (r, w), k, v = seen.shape, key[rows, :, :length], value[rows, :, :length]
         length = k.shape[2]  # an upper bound may have passed the end of the cache
@@ -407,7 +409,10 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                 sink = s_aux.view(1, -1, 1, G).expand(-1, -1, w, -1).reshape(1, -1, w * G, 1)
                 scores = torch.cat([scores, sink.expand(r, -1, -1, 1)], -1)
             out = scores.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype) @ v
-        output[index] = out.unflatten(2, (w, G)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        out = out.unflatten(2, (w, G)).transpose(1, 2).flatten(2, 3).flatten(0, 1)  # (r * w, H, D)
+        if ragged.plain:
+            return out[None], None
+        output[index] = out
     return output[None, :-1], None
 
 

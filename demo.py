@@ -11,8 +11,8 @@ What you will see, in this order:
   5. what the estimator learned, and whether its predictions came true.
 
 `python demo.py sweep` tries every fixed K at more loads, with `--peers` transformers' generate too.
-No GPU and no network are needed: a small pair whose tokens are bytes is trained on first use (two
-and a half minutes) and kept. Your own pair: `--target NAME --draft NAME`, hub names or folders.
+No GPU and no network are needed: a small pair whose tokens are bytes is trained on first use (a
+good two minutes) and kept. Your own pair: `--target NAME --draft NAME`, hub names or folders.
 What it is not: a benchmark of large models. `--quick` is a check and measures nothing to quote.
 """
 # ruff: noqa: E402
@@ -118,7 +118,7 @@ def pair_losses(target, drafter, ids: torch.Tensor, fraction: float):
     return nats + early * imitation + late * (1 - accepted), nats, accepted
 
 
-def train_pair(target, drafter, seconds: float = 150.0, seed: int = 0,
+def train_pair(target, drafter, seconds: float = 135.0, seed: int = 0,
                progress: Callable[[float, dict], None] = lambda fraction, losses: None) -> None:
     """Train both in one loop that ends on time: the drafter imitates what the target learns."""
     generator = torch.Generator().manual_seed(seed)
@@ -161,7 +161,7 @@ def cached_pair(file: pathlib.Path, large: bool):
                 raise ValueError("not finite")
         return [model.eval() for model in pair]
     except Exception as error:  # whatever is wrong with it, the cure is the same
-        print(f"{file} holds no usable pair ({type(error).__name__}): training anew")
+        print(f"{file} holds no usable pair ({type(error).__name__}): it is not used")
         return None
 
 
@@ -176,13 +176,14 @@ def built_in_pair(device: torch.device, quick: bool):
         pair = cached_pair(folder / f"{name}.pt", large)
     if pair:
         return [model.to(device) for model in pair]
-    seconds = 20 if quick else 150
+    seconds = 20 if quick else 135
     print(f"training the built-in pair for {seconds} s" + (" only (--quick)" if quick else "")
           + f", this once; it will be kept in {folder}", flush=True)
     pair = [model.to(device) for model in build_pair(large=large)]
     train_pair(*pair, seconds, progress=lambda done, losses: status(
         f"[{'#' * round(30 * done):30}] {done:4.0%}  target {losses['target']:.2f} nats per byte, "
         f"drafts accepted {losses['accepted']:.0%}"))
+    status()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temp:  # killed here, nothing half is left
@@ -458,11 +459,17 @@ class Arm:
         self.decoder = av.Decoder(
             pair.target, pair.drafter if K else None, requests(pair.prompts, load, run.seed),
             max_length=max(map(len, pair.prompts)) + NEW[1], max_batch_size=load, plan=plan,
-            num_speculative_tokens=K, estimator=estimator, cost=copy.deepcopy(cost) if estimator else None,
+            num_speculative_tokens=K, estimator=estimator,
+            cost=copy.deepcopy(cost) if estimator else None,  # each learns from its own steps
             eos=pair.eos, seed=run.seed, **run.law)
         # Until the estimator has been refitted once, but not for ever.
         while (spent := time.perf_counter() - began) < 0.5 or (
                 estimator and estimator.steps < estimator.refit_every and spent < 5):
+            self.decoder.step()
+        # From here on every arm meets the same texts; what is under way is ended first.
+        self.decoder.requests = enumerate(requests(pair.prompts, load, run.seed))
+        self.decoder.finished.clear()
+        while load < FEW and not self.decoder.finished:
             self.decoder.step()
         self.decoder.finished.clear()
         self.stats = self.decoder.stats = av.Stats(*np.zeros((3, K), int))
@@ -813,7 +820,9 @@ def main() -> int:
         status()
         print("\nstopped; what was measured so far stands above")
         return 130
-    except BrokenPipeError:  # the reader of a pipe has left: nothing more to say, not at exit either
+    except (ValueError, NotImplementedError) as error:  # of av.py: it names what does not fit
+        sys.exit(f"cannot run this pair: {error}")
+    except BrokenPipeError:  # the reader of a pipe has left: nothing more to say, even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
