@@ -1066,10 +1066,10 @@ def test_memory_and_state_do_not_grow():
                          estimator=av.AcceptanceEstimator(3), seed=0)
     sizes = []
     tracemalloc.start()
-    for i in range(450):
+    for i in range(300):
         decoder.step()
         decoder.finished.clear()
-        if i % 150 == 149:
+        if i % 100 == 99:
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
