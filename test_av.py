@@ -658,6 +658,10 @@ def test_refit_by_hand():
     before = estimator.intercepts
     estimator.refit()  # a round without labels leaves everything where it is
     assert estimator.intercepts == before
+    # 1,000 sure drafts, all rejected: the floor alone would allow a step of 1 / 0.05 = 20.
+    feed(estimator, np.full((1000, 2), 10.0), np.full(1000, 1), np.zeros(1000, int))
+    estimator.refit()
+    assert abs(np.subtract(estimator.intercepts, before)).max() <= 1
 
 
 def test_repeated_refits_reach_the_maximum_likelihood_fit():
@@ -741,7 +745,7 @@ def test_no_position_is_forgotten_for_good():
     """All rejected for 30 rounds, then all accepted: 20 rounds later full depth is verified again.
 
     One request, rounds of 10 steps; without the full step of each round it would stay at plain
-    decoding, and without the bound on a round's step it would need hundreds of rounds.
+    decoding for good.
     """
     V, depth = 40, []
     target, good, bad = cycle(V), cycle(V), cycle(V, wrong_at=range(V))
