@@ -847,7 +847,7 @@ WORKS = {
     "Llama": {}, "Qwen2": dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "Qwen3": {}, "Mistral": dict(sliding_window=8), "Mixtral": dict(num_local_experts=4),
     "Qwen3Moe": dict(num_experts=4, **MOE), "Gemma": {}, "Phi": {}, "Phi3": dict(sliding_window=8),
-    "Gemma2": dict(sliding_window=8, query_pre_attn_scalar=8, attn_logit_softcapping=2.0),
+    "Gemma2": dict(sliding_window=8, query_pre_attn_scalar=8, attn_logit_softcapping=0.02),
     "Gemma3Text": dict(sliding_window=8, query_pre_attn_scalar=8), "GPT2": {}, "GPTNeoX": {},
     "OPT": dict(ffn_dim=64, word_embed_proj_dim=32), "Olmo2": {}, "Cohere": {}, "Granite": {},
     "SmolLM3": {}, "Glm4": {}, "GptOss": dict(sliding_window=8, num_local_experts=4, **MOE),
@@ -880,6 +880,9 @@ def test_families_work_to_the_token(name):
     out = av.generate(target, noisy(target, 0.05), prompts, max_new_tokens=24, temperature=0,
                       seed=0, num_speculative_tokens=3, max_batch_size=2, plan="joint", cost=STAIRS)
     assert out.tokens == [greedy(target, p, 24) for p in prompts]
+    ids = torch.tensor(prompts[:1])
+    got = av.SlotLM(target, 1, 11).logits(ids, np.array([11]), np.array([0]))[0]
+    assert torch.allclose(got, target(ids).logits[0, -1], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", REFUSED)
