@@ -277,7 +277,7 @@ def requests(prompts: list[list[int]], load: int, seed: int):
     """Endless (prompt, max_new_tokens), the same ones for every arm; the prompts take turns."""
     rng = random.Random(seed)
     for n in itertools.count():
-        new = rng.randint(*NEW) // (4 if load < FEW else 1)
+        new = rng.randint(*NEW) // (6 if load < FEW else 1)
         # The first batch is cut short at random: else it would all end, and be refilled, at once.
         yield prompts[n % len(prompts)], rng.randint(1, new) if n < load else new
 
@@ -455,7 +455,7 @@ class Arm:
         estimator = None if plan == "fixed" else run.estimators.setdefault(
             name, av.AcceptanceEstimator(K, device=pair.target.device))
         self.name, self.load = name, load
-        self.seconds = (0.9 + load / 200) / (1 + run.quick)
+        self.seconds = (0.6 + load / 200) / (1 + run.quick)
         self.decoder = av.Decoder(
             pair.target, pair.drafter if K else None, requests(pair.prompts, load, run.seed),
             max_length=max(map(len, pair.prompts)) + NEW[1], max_batch_size=load, plan=plan,
