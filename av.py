@@ -32,7 +32,7 @@ import contextlib
 import time
 import warnings
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
