@@ -29,6 +29,7 @@ recurrent models. All that is in vLLM: `vllm/v1/worker/gpu/spec_decode/acceptanc
 `adaptive_verification.py` are the production counterparts of sections 3 and 4.
 """
 import contextlib
+import math
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -50,23 +51,28 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float 
     Temperature, then top-k (0: off), then top-p, as transformers and vLLM order them; tokens that
     tie with the last one kept are kept. Temperature 0 is the one-hot case of the same law.
     """
+    _check_law(temperature, top_k, top_p)
     logits = logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    probs = _temper(logits, temperature).softmax(-1)
+    probs = _temper(logits, temperature).softmax(-1)  # ours alone: may be changed in place
     if 0 < top_k < probs.shape[-1]:
-        floor = probs.topk(top_k).values[..., -1:]
-        probs = probs.where(probs >= floor, 0.0)
-        probs = probs / probs.sum(-1, keepdim=True)
+        _keep_from(probs, probs.topk(top_k).values[..., -1:])
     if top_p < 1:
-        probs = probs.where(probs >= _nucleus_floor(probs, top_p), 0.0)
-        probs = probs / probs.sum(-1, keepdim=True)
+        _keep_from(probs, _nucleus_floor(probs, top_p))
     return probs
 
 
 def _temper(logits, temperature):
+    if temperature == 1:
+        return logits
     # The maximum goes first: a tiny temperature then underflows to exp(-inf) = 0, never inf - inf.
     return (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+
+
+def _keep_from(probs, floor):
+    probs.masked_fill_(probs < floor, 0.0)
+    probs.div_(probs.sum(-1, keepdim=True))
 
 
 def _nucleus_floor(probs, top_p, k=64):
@@ -83,14 +89,24 @@ def _nucleus_floor(probs, top_p, k=64):
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw per row from unnormalised probabilities, (..., V) -> (...,); no host read-back.
 
-    Inverse CDF in float64: one uniform per row instead of V exponentials, and no token of
-    probability 0 (`right=True` steps over flat pieces of the CDF).
+    Inverse CDF in float64: one uniform per row instead of V exponentials. The CDF is looked up in
+    blocks of the vocabulary, then within the one block, so that a large V is summed only once.
     """
-    cdf = probs.cumsum(-1, dtype=torch.float64)
+    size = math.gcd(probs.shape[-1], 512)
+    blocks = probs.unflatten(-1, (-1, size))  # (..., V / size, size)
+    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (..., V / size)
     u = torch.rand(*probs.shape[:-1], 1, device=probs.device, dtype=cdf.dtype, generator=generator)
-    total = cdf[..., -1:]
-    point = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, point, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+    point = u * cdf[..., -1:]
+    block = _find(cdf, point)  # (..., 1)
+    inside = blocks.take_along_dim(block[..., None], -2).squeeze(-2).cumsum(-1, dtype=cdf.dtype)
+    return (block * size + _find(inside, point - F.pad(cdf, (1, 0)).gather(-1, block))).squeeze(-1)
+
+
+def _find(cdf, point):
+    # `right` steps over flat pieces of the CDF, and the point stays below its end: no token of
+    # probability 0 is ever drawn, whatever the rounding.
+    point = torch.minimum(point, torch.nextafter(cdf[..., -1:], cdf.new_zeros(())))
+    return torch.searchsorted(cdf, point, right=True).clamp(max=cdf.shape[-1] - 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -140,8 +156,9 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     minus the logsumexp of the others it does not overflow when q_max -> 1.
     """
     scaled = _temper(logits.float(), temperature or 1.0)
-    others = scaled.scatter(-1, scaled.argmax(-1, keepdim=True), -torch.inf)
-    return others.logsumexp(-1).neg().clamp(-10.0, 10.0)
+    top, index = scaled.max(-1, keepdim=True)
+    others = scaled.scatter(-1, index, -torch.inf).logsumexp(-1)
+    return (top.squeeze(-1) - others).clamp(-10.0, 10.0)
 
 
 class AcceptanceEstimator:
@@ -323,13 +340,13 @@ def trim(survival: Tensor, budget: int) -> Tensor:
 #    unpacks them against one cache slot per request.
 
 READ_FREELY = {"cpu"}  # where reading a tensor on the host waits for nothing
-CALL = 40  # padded queries that cost as much as one more attention call (2 CPU cores)
 
 
 class Ragged:
     """Where the T packed tokens of one forward pass belong; `ragged_attention` reads it.
 
-    Request i brings pending[i] tokens that are known but not cached, then drafts[i] drafts.
+    Request i, in slot slots[i], brings pending[i] tokens that are known but not cached, then
+    drafts[i] drafts, `budget` of them in all.
     """
 
     def __init__(self, slots, cached, pending, drafts, budget, max_drafts, device):
@@ -343,31 +360,26 @@ class Ragged:
         offset = torch.arange(T, device=device) - first[row]
         self.slots, self.positions = slot[row], start[row] + offset  # (T,), (T,)
         # Logits are wanted after the last pending token (the law of draft 0) and after each draft.
-        wanted = counts - known + 1
-        of = torch.repeat_interleave(wanted, output_size=R + budget)
-        within = torch.arange(R + budget, device=device) - (wanted.cumsum(0) - wanted)[of]
-        self.keep, self.layers = (first + known - 1)[of] + within, set()  # (R + budget,)
-        # Attention pads, but only within a block of neighbours, whose size weighs padded queries
-        # against calls. A CPU reads the widths for nothing; elsewhere they stay unread, an upper
-        # bound serves, and one large block is fastest.
-        cpu = device.type in READ_FREELY
-        widths = counts.numpy() if cpu else pending + min(budget, max_drafts)
-        prompts = np.flatnonzero(pending > 2)  # a call of their own each
-        short = np.where(pending > 2, 1, widths)
-        size = min((R, 64, 32, 16, 8, 4) if cpu else (R,), key=lambda n: n * (  # padded queries
-            np.maximum.reduceat(short, np.arange(0, R, n)).sum()) + CALL * -(-R // n))
-        edges = np.unique(np.concatenate([np.arange(0, R, size), prompts, prompts + 1, [R]]))
-        self.blocks, fed = [], np.cumsum(np.append(0, widths))  # `first` on the host (CPU only)
-        for lo, hi in zip(edges[:-1], edges[1:]):
-            width, here = int(widths[lo:hi].max()), slice(slots[lo], slots[hi - 1] + 1)
-            j = torch.arange(width, device=device)
-            # Slices are views of queries and cache; only padding and gaps need an index and a copy.
-            even = cpu and (widths[lo:hi] == width).all()
-            query = slice(fed[lo], fed[hi]) if even else torch.where(
-                j < counts[lo:hi, None], first[lo:hi, None] + j, T).flatten()  # T: a padded query
-            self.blocks.append((here if here.stop - here.start == hi - lo else slot[lo:hi], query,
-                                start[lo:hi, None] + j, int((cached + widths)[lo:hi].max()), {}))
-        self.plain = len(self.blocks) == 1 and even  # nothing to pad, nothing to put together
+        self.keep = (offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
+        self.layers = set()  # that have attended
+        # Attention pads: one call for all, as wide as the widest request that is not a prompt, and
+        # one for each prompt. Where the counts cannot be read freely, an upper bound is the width.
+        free = device.type in READ_FREELY
+        widths = counts.numpy() if free else pending + min(budget, max_drafts)
+        prompts = np.flatnonzero(pending > 2)
+        width = int(widths[pending <= 2].max(initial=1))
+        self.calls, ends = [], np.arange(R) * width
+        for lo, hi, w in [(0, R, width)] + [(i, i + 1, int(widths[i])) for i in prompts]:
+            at = torch.arange(w, device=device)
+            dense = slots[hi - 1] + 1 - slots[lo] == hi - lo  # a view of the cache, not a copy
+            self.calls.append((slice(slots[lo], slots[hi - 1] + 1) if dense else slot[lo:hi],
+                               (first[lo:hi, None] + at).clamp(max=T - 1).flatten(),
+                               start[lo:hi, None] + at,
+                               int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
+        # Each token's place in the outputs, one call's behind the other's; padding has none.
+        ends[prompts] = R * width + np.cumsum(widths[prompts]) - widths[prompts]
+        self.plain = free and not len(prompts) and T == R * width  # nothing is padded at all
+        self.place = None if self.plain else torch.from_numpy(ends).to(device)[row] + offset
 
 
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None, scaling=None,
@@ -383,15 +395,13 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                f"uses {more}" if more else f"is not causal, or drops out ({dropout})")
         raise NotImplementedError(f"{type(module).__name__}: an attention that {why} is not here")
     ragged.layers.add(module.layer_idx)
-    query, G = query[0].transpose(0, 1), query.shape[1] // key.shape[1]
-    if not ragged.plain:
-        query = torch.cat([query, query[:1]])  # (T + 1, H, D): a last row for the padded queries
-        output = query.new_empty(*query.shape[:2], value.shape[3])
-    for rows, index, seen, length, masks in ragged.blocks:
+    query, G, outputs = query[0].transpose(0, 1), query.shape[1] // key.shape[1], []  # (T, H, D)
+    for rows, take, seen, length, masks in ragged.calls:
         (r, w), k, v = seen.shape, key[rows, :, :length], value[rows, :, :length]
         length = k.shape[2]  # an upper bound may have passed the end of the cache
         # Heads that share a key head become queries of it: (r, H_kv, w * G, D), no key is repeated.
-        q = query[index].unflatten(0, (r, w)).unflatten(2, (-1, G)).transpose(1, 2).flatten(2, 3)
+        q = (query if ragged.plain else query[take]).unflatten(0, (r, w)).unflatten(2, (-1, G))
+        q = q.transpose(1, 2).flatten(2, 3)
         if sliding_window not in masks:  # layers share one of a few masks
             at = torch.arange(length, device=query.device)  # key positions
             hidden = at > seen[..., None]  # (r, w, length): the future, and stale entries behind
@@ -409,11 +419,10 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                 sink = s_aux.view(1, -1, 1, G).expand(-1, -1, w, -1).reshape(1, -1, w * G, 1)
                 scores = torch.cat([scores, sink.expand(r, -1, -1, 1)], -1)
             out = scores.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype) @ v
-        out = out.unflatten(2, (w, G)).transpose(1, 2).flatten(2, 3).flatten(0, 1)  # (r * w, H, D)
-        if ragged.plain:
-            return out[None], None
-        output[index] = out
-    return output[None, :-1], None
+        outputs.append(out.unflatten(2, (w, G)).transpose(1, 2).flatten(2, 3).flatten(0, 1))
+    if not ragged.plain:  # (r * w, H, D) of each call -> (T, H, D)
+        outputs = [torch.cat(outputs)[ragged.place]]
+    return outputs[0][None], None
 
 
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal"}
@@ -440,11 +449,11 @@ def _attending(configs):
 
 # ---------------------------------------------------------------------------------------------
 # 6. A causal LM over request slots: the target, and the drafter.
-#    The loop knows a drafter by four verbs only, as below: `logits(tokens, lengths, slots)` gives
-#    (R, V) for the next token of each of the slots, and the loop draws it; `commit(lengths)` says
-#    what became of slots 0..R-1; `move`, `reset`. One that drafts in parallel computes in the first
-#    of the K calls and hands out in the others; one that reads the target's hidden states takes
-#    them by a hook of its own.
+#    The loop knows a drafter by three verbs, as below: `logits(tokens, lengths, slots)` gives
+#    (R, V) for the next token of each of the slots, and the loop draws it; `commit(slots, lengths)`
+#    says what became of them; `reset(slot)`. One that drafts in parallel computes in the first of
+#    the K calls and hands out in the others; one that reads the target's hidden states takes them
+#    by a hook of its own.
 
 
 class SlotLM:
@@ -505,14 +514,9 @@ class SlotLM:
         """What a model may ask to derive positions from; ours are always given."""
         return 0
 
-    def commit(self, lengths: np.ndarray):
-        """Slots 0..R-1 now have `lengths` (R,) tokens, the last of them not fed yet."""
-        self.cached[:len(lengths)] = np.minimum(self.cached[:len(lengths)], lengths - 1)
-
-    def move(self, source: int, slot: int):
-        """The request in `source` continues in `slot`."""
-        for state in (self.cached, *(x for pair in self.kv.values() for x in pair)):
-            state[slot] = state[source]
+    def commit(self, slots: np.ndarray, lengths: np.ndarray):
+        """Each of `slots` now has `lengths` tokens, the last of them not fed yet."""
+        self.cached[slots] = np.minimum(self.cached[slots], lengths - 1)
 
     def reset(self, slot: int):
         """A new request starts in `slot`."""
@@ -520,7 +524,7 @@ class SlotLM:
 
 
 # ---------------------------------------------------------------------------------------------
-# 7. The loop. Plain, fixed, adaptive and joint decoding differ in `budget` and
+# 7. The loop. Plain, fixed, adaptive and joint decoding differ in `choose_budget` and
 #    `worth_drafting` only.
 
 
@@ -543,7 +547,7 @@ class Stats:
 
 
 class Step(NamedTuple):
-    """One step of B requests, on the host: (B,) arrays, then (B, K) ones, then a dict."""
+    """One step of R requests, on the host: (R,) arrays, then (R, K) ones, then a dict."""
     requests: np.ndarray  # index of each
     num_verified: np.ndarray
     accepted: np.ndarray
@@ -562,11 +566,15 @@ class Result(NamedTuple):
     cost: CostTable | None
 
 
+PLANS = ("fixed", "verification", "joint")
+
+
 class Decoder:
     """Requests in slots, and one step of all of them; arguments as in `generate`.
 
     requests: an iterator of (prompt, max_new_tokens), endless if you like; one that ends is
-    replaced before the next step. max_length: the most tokens of a request, its prompt included.
+    replaced before the next step, one that wants 0 tokens is passed over. max_length: the most
+    tokens of a request, its prompt included. finished: (number, new tokens) of those that ended.
     """
 
     def __init__(self, target, drafter, requests, *, max_length, max_batch_size=64,
@@ -585,13 +593,16 @@ class Decoder:
         self.sampling, self.eos = dict(temperature=temperature, top_k=top_k, top_p=top_p), list(eos)
         self.device, self.generator = target.device, torch.Generator(target.device)
         self.generator.seed() if seed is None else self.generator.manual_seed(seed)
-        self.requests, self.finished, self.R = enumerate(requests), [], 0  # slots 0..R-1 are in use
-        # Committed text, then this step's drafts, which count once they are accepted.
+        self.requests = (x for x in enumerate(requests) if x[1][1] > 0)  # who wants any tokens
+        self.finished = []
+        # By slot. Committed text, then this step's drafts, which count once they are accepted.
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
         self.text = np.zeros((B, max_length), int)  # the host's copy, without drafts
-        self.index, self.start, self.lengths, self.ends = np.zeros((4, B), int)  # per slot
+        self.start, self.lengths, self.ends = np.zeros((3, B), int)
+        self.index, self.slots = np.full(B, -1), np.arange(0)  # request of each slot; those in use
         self.survival = np.ones((B, K))  # of each request's last step
-        self.mean_survival, self.mean_confidence = np.ones(K), np.ones(K)  # of the last steps
+        self.q = torch.zeros(B, K, self.target.vocab_size, device=self.device, dtype=torch.float32)
+        self.mean_confidence = np.ones(K)  # of the last steps
         self.earned, self.price = np.zeros(2), 0.0  # joint: expected tokens, ms; tokens per ms
         self.spent = 0.0  # joint: drafts verified in a step, lately
         self.stats = Stats(*np.zeros((3, K), int))
@@ -600,12 +611,12 @@ class Decoder:
     def step(self) -> Step | None:
         """Admit, then one step for every request; None when there are none. Numbers: README."""
         self.admit()
-        R, K, device, began = self.R, self.K, self.device, time.perf_counter()
+        slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
+        R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
         if not R:
             return None
-        lengths, clock = self.lengths[:R], [_mark(device)]
-        limits = np.minimum(K, self.ends[:R] - lengths - 1)  # the very last token is a bonus token
-        other = int((lengths - self.target.cached[:R]).sum())  # target tokens that are no drafts
+        limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
+        other = int((lengths - self.target.cached[slots]).sum())  # query tokens that are no drafts
         # LOSSLESS: the budget is fixed here, before anything of this step is drawn.
         budget = self.choose_budget(limits, other)
         # 1 + 2. draft, score
@@ -619,13 +630,13 @@ class Decoder:
         else:
             num_verified = trim(survival, budget)  # (R,)
         # 4. verify: (requests + budget) query tokens; a trimmed draft is not among them
-        logits = self.target.logits(self.tokens, lengths, np.arange(R), num_verified, budget)
+        logits = self.target.logits(self.tokens, lengths, slots, num_verified, budget)
         clock.append(_mark(device))
         # 5. accept
         p = warp(logits, **self.sampling)  # (R + budget, V)
         accepted, next_tokens = verify(p, q, drafts, num_verified, self.generator)  # (R,), (R,)
-        end = torch.from_numpy(lengths).to(device) + accepted  # accepted drafts are in place
-        self.tokens[torch.arange(R, device=device), end] = next_tokens
+        slot, end = torch.from_numpy(np.stack([slots, lengths])).to(device)
+        self.tokens[slot, end + accepted] = next_tokens  # accepted drafts are in place already
         # The one read-back: a float64 table that holds ids and counts exactly.
         finite = torch.stack([logits.amax(-1).isfinite().all(), finite]).expand(R, 2)
         columns = (finite, num_verified, accepted, next_tokens, drafts, features, survival)
@@ -637,7 +648,7 @@ class Decoder:
         if self.estimator:
             self.estimator.observe(features, num_verified, accepted)
         whole = host[:, 2:5 + K].astype(int)
-        done = Step(self.index[:R].copy(), *whole[:, :3].T, whole[:, 3:],
+        done = Step(self.index[slots], *whole[:, :3].T, whole[:, 3:],
                     *np.split(host[:, 5 + K:], 2, axis=1), {})
         self.commit(done, other + budget)
         self.account(done, other, budget, clock, began)
@@ -655,88 +666,87 @@ class Decoder:
         if self.plan == "joint":
             return None
         usable = np.arange(self.K) < limits[:, None]
-        return draft_budget(np.where(usable, self.survival[:self.R], -1.0), self.cost, other)
+        return draft_budget(np.where(usable, self.survival[self.slots], -1.0), self.cost, other)
 
     def draw(self, limits, other, budget):
         """Up to K tokens per request, each with its law and its chance to be accepted.
 
-        Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K), and whether the
-        drafter's logits were finite. Where nothing was drafted: zeros, and survival -1.
+        Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K; -1: not drafted), and
+        whether the drafter's logits were finite. What was not drafted holds anything.
         """
-        R, K, V, device = self.R, self.K, self.target.vocab_size, self.device
+        R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
-        q = torch.zeros(R, K, V, dtype=torch.float32, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
-        finite = torch.ones((), dtype=torch.bool, device=device)
-        survival = torch.full((R, K), -1.0, dtype=torch.float64, device=device)
-        alive, slots = torch.ones(R, dtype=torch.float64, device=device), np.arange(R)
+        finite, q = torch.ones((), dtype=torch.bool, device=device), self.q[:R]
+        rows, drawn = np.arange(R), np.zeros(R, int)
         for i in range(K):
-            slots = slots[limits[slots] > i]
+            rows = rows[limits[rows] > i]
             if budget is None:
-                slots = self.worth_drafting(slots, i, alive, other)
-            if not len(slots):
+                rows = self.worth_drafting(rows, i, features, other)
+            if not len(rows):
                 break
-            ends = self.lengths[slots] + i
+            slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
             finite = finite & logits.amax(-1).isfinite().all()
             law = F.pad(warp(logits, **self.sampling), (0, V - logits.shape[1]))  # q = 0 beyond
             x = sample(law, self.generator)  # (rows,)
-            rows, ends = torch.from_numpy(np.stack([slots, ends])).to(device)
-            self.tokens[rows, ends] = drafts[rows, i] = x
-            q[rows, i] = law  # LOSSLESS: to the bit what x was drawn from
-            f = logit_q_max(logits, self.sampling["temperature"])
-            if self.estimator:
-                alive[rows] *= self.estimator.predict(f, i)
-            features[rows, i], survival[rows, i] = f, alive[rows]
-            self.stats.proposed[i] += len(slots)
-        return drafts, q, features, survival, finite
-    def worth_drafting(self, slots, i, alive, other):
-        """Joint: of `slots`, those whose draft i should be drawn, by the survival of its prefix.
+            row, slot, end = torch.from_numpy(np.stack([rows, slots, ends])).to(device)
+            row = slice(None) if len(rows) == R else row  # all of them: no index needed
+            self.tokens[slot, end] = drafts[row, i] = x
+            q[row, i] = law  # LOSSLESS: to the bit what x was drawn from
+            features[row, i] = logit_q_max(logits, self.sampling["temperature"])
+            drawn[rows] = i + 1
+        self.stats.proposed += (np.arange(K) < drawn[:, None]).sum(0)
+        survival = torch.ones(R, K, dtype=torch.float64, device=device)
+        if self.estimator:
+            survival = self.estimator.predict(features).cumprod(1)
+        beyond = torch.arange(K, device=device) >= torch.from_numpy(drawn).to(device)[:, None]
+        return drafts, q, features, survival.masked_fill(beyond, -1.0), finite
+
+    def worth_drafting(self, rows, i, features, other):
+        """Joint: of `rows`, those whose draft i should be drawn, by the survival of its prefix.
 
         The m best rows earn their expected tokens less the price of verifying one, and pay the time
         of a drafter pass. LOSSLESS: reads only what was known before any draft i was drawn.
         (This reads back once a pass, and joint's trim once a step: free on a CPU.)
         """
-        value = _read_back(alive)[slots] * self.mean_confidence[i] - self.slot_price(other)
+        prefix = _read_back(self.estimator.predict(features)[:, :i].prod(1))[rows]
+        value = prefix * self.mean_confidence[i] - self.slot_price(other)
         order = np.argsort(-value, kind="stable")
-        net = np.cumsum(value[order]) - self.price * self.cost.draft(np.arange(1, len(slots) + 1))
-        m = int(np.argmax(net)) + 1 if len(slots) and net.max() > 0 else 0
-        return np.sort(slots[order[:m]])
+        net = np.cumsum(value[order]) - self.price * self.cost.draft(np.arange(1, len(rows) + 1))
+        m = int(np.argmax(net)) + 1 if len(rows) and net.max() > 0 else 0
+        return np.sort(rows[order[:m]])
 
     def slot_price(self, other):
         """Joint: the tokens that the time to verify one more draft would have earned otherwise."""
-        span = max(1, self.R // 4, int(self.spent))  # where the table has been tried lately
+        span = max(1, len(self.slots) // 4, int(self.spent))  # where the table was tried lately
         return self.price * (self.cost.verify(other + span) - self.cost.verify(other)) / span
 
     def commit(self, done: Step, target_tokens: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
-        R, K, stats, position = self.R, self.K, self.stats, np.arange(self.K + 1)
+        slots, K, stats, position = self.slots, self.K, self.stats, np.arange(self.K + 1)
         emitted = np.pad(done.drafts, ((0, 0), (0, 1)))  # (R, K+1)
-        emitted[np.arange(R), done.accepted] = done.next_tokens
+        emitted[np.arange(len(slots)), done.accepted] = done.next_tokens
         count = done.accepted + 1
         stop = np.isin(emitted, self.eos) & (position < count[:, None])
         count = np.where(stop.any(1), stop.argmax(1) + 1, count)  # cut behind the first end token
         rows, columns = np.nonzero(position < count[:, None])
-        self.text[rows, self.lengths[rows] + columns] = emitted[rows, columns]
-        self.lengths[:R] += count
-        self.ends[:R] = np.where(stop.any(1), self.lengths[:R], self.ends[:R])
+        self.text[slots[rows], self.lengths[slots[rows]] + columns] = emitted[rows, columns]
+        self.lengths[slots] += count
+        self.ends[slots[stop.any(1)]] = self.lengths[slots[stop.any(1)]]
         for model in self.models:
-            model.commit(self.lengths[:R])
-        drafted = done.survival >= 0  # (R, K)
-        verified = position[:K] < done.num_verified[:, None]
-        stats.verified += verified.sum(0)
+            model.commit(slots, self.lengths[slots])
+        stats.verified += (position[:K] < done.num_verified[:, None]).sum(0)
         stats.accepted += (position[:K] < done.accepted[:, None]).sum(0)
-        stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + R
+        stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + len(slots)
         stats.committed += int(count.sum())
         stats.target_tokens += target_tokens
-        before = np.concatenate([np.ones((R, 1)), done.survival[:, :-1]], 1)[:, :K]
-        for mean, value in ((self.mean_survival, done.survival), (self.mean_confidence,
-                            done.survival / np.maximum(before, 1e-9))):
-            some = drafted.any(0)
-            now = np.where(drafted, value, 0).sum(0) / np.maximum(drafted.sum(0), 1)
-            mean[some] = 0.8 * mean[some] + 0.2 * now[some]
-        # Where nothing was drafted, the request's expectation goes on from what it last was.
-        self.survival[:R] = np.where(drafted, done.survival, self.mean_survival)
+        drafted = done.survival >= 0  # (R, K)
+        before = np.pad(done.survival, ((0, 0), (1, 0)), constant_values=1.0)[:, :K]
+        change = done.survival / np.maximum(before, 1e-9) - self.mean_confidence
+        self.mean_confidence += 0.2 * np.where(drafted, change, 0).mean(0)
+        # Where nothing was drafted, the request is expected to go on as all do.
+        self.survival[slots] = np.where(drafted, done.survival, self.mean_confidence.cumprod())
 
     def account(self, done: Step, other: int, budget: int, clock: list, began: float):
         """Where the time went, what the cost table had said, and what a millisecond earns."""
@@ -750,9 +760,10 @@ class Decoder:
             return
         draft, verify, fed = self.cost.draft, self.cost.verify, passes[passes > 0]
         drafting = draft(fed)  # (passes,) ms
-        gain = self.R + done.survival[np.arange(self.K) < done.num_verified[:, None]].sum()
+        R = len(done.requests)
+        gain = R + done.survival[np.arange(self.K) < done.num_verified[:, None]].sum()
         # Prompts are left out of the price: they cost the same whatever the plan.
-        self.earned = 0.98 * self.earned + [gain, drafting.sum() + verify(self.R + budget)]
+        self.earned = 0.98 * self.earned + [gain, drafting.sum() + verify(R + budget)]
         self.price = self.earned[0] / self.earned[1]
         seconds["predicted"] = (drafting.sum() + verify(other + budget)) / 1e3
         if self.cost.learning:
@@ -760,40 +771,22 @@ class Decoder:
                 draft.learn(n, ms)
             verify.learn(other + budget, 1e3 * (seconds["verify"] + seconds["rest"]))
 
-    def next_request(self):
-        """(index, prompt, new) of the next that wants a token; (None, None, 0): no more."""
-        for index, (prompt, new) in self.requests:
-            if new:
-                return index, prompt, new
-            self.finished.append((index, []))
-        return None, None, 0
-
     def admit(self):
-        """Hand out finished requests and put new ones in their slots; close up what stays empty."""
-        done = np.flatnonzero(self.lengths[:self.R] >= self.ends[:self.R])
-        self.finished += [(int(self.index[s]), self.text[s, self.start[s]:self.lengths[s]].tolist())
-                          for s in done]
-        # Holes from the highest down, so that the last slot is never one itself; then new slots.
-        for slot in [*done[::-1], *range(self.R, len(self.index))]:
-            index, prompt, new = self.next_request()
-            if index is None and slot >= self.R:
-                break
-            if index is None:  # nothing waits: the last slot moves into the hole with its state
-                self.R -= 1
-                for x in (self.tokens, self.text, self.index, self.start, self.lengths, self.ends,
-                          self.survival):
-                    x[slot] = x[self.R]
-                for model in self.models:
-                    model.move(self.R, slot)
-                continue
-            n, self.R = len(prompt), max(self.R, slot + 1)
-            self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
-            self.text[slot, :n], self.index[slot] = prompt, index
-            self.start[slot] = self.lengths[slot] = n  # the prompt is fed like any pending token
+        """Hand out finished requests and put new ones in their slots, as long as there are any."""
+        for slot in np.flatnonzero(self.lengths >= self.ends):
+            if self.index[slot] >= 0:
+                text = self.text[slot, self.start[slot]:self.lengths[slot]]
+                self.finished.append((int(self.index[slot]), text.tolist()))
+            self.index[slot], (prompt, new) = next(self.requests, (-1, ((), 0)))
+            n = self.start[slot] = self.lengths[slot] = len(prompt)
             self.ends[slot] = n + new
-            self.survival[slot] = self.mean_survival  # of the new request nothing else is known
-            for model in self.models:
-                model.reset(slot)
+            if self.index[slot] >= 0:
+                self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
+                self.text[slot, :n] = prompt  # it is fed like any pending token
+                self.survival[slot] = self.mean_confidence.cumprod()  # nothing else is known
+                for model in self.models:
+                    model.reset(slot)
+        self.slots = np.flatnonzero(self.index >= 0)
 
 
 def _read_back(table):
@@ -823,22 +816,19 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
                       plan="fixed",
                       estimator=AcceptanceEstimator(K, device=target.device), **law)
     decoder.admit()
-    draft, verify = {}, {}
+    decoder.admit, draft, verify = lambda: None, {}, {}  # these requests stay
     for R, share in [(r, 0.0) for r in sorted({1, -(-B // 4), -(-B // 2)} - {B})] + [
             (B, share) for share in (0, 0.125, 0.25, 0.5, 1)]:
-        times, decoder.R, budget = [], R, int(share * K * R)
+        times, decoder.slots, budget = [], np.arange(R), int(share * K * R)
         decoder.choose_budget = lambda *_: budget
         for _ in range(repeats + 1):
             s = decoder.step().seconds
             times.append((s["draft"] / K * 1e3, (s["verify"] + s["rest"]) * 1e3))
             decoder.lengths[:], decoder.ends[:] = n, n + K + 1  # the same shape again
             for model in decoder.models:
-                model.commit(decoder.lengths)
+                model.commit(np.arange(B), decoder.lengths)
         draft[R], verify[R + budget] = np.median(times[1:], axis=0)
     return CostTable(draft, verify, learning=True)
-
-
-PLANS = ("fixed", "verification", "joint")
 
 
 def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_tokens=7,
@@ -847,7 +837,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     """Generate from the target, sped up by the drafter: each token has the target's distribution.
 
     target, drafter: decoder-only transformers models on one device, any dtypes (the drafter may be
-    another object with the four verbs, or None at K = 0). prompts: lists of token ids.
+    another object with the three verbs, or None at K = 0). prompts: lists of token ids.
     max_new_tokens: a number, or one per prompt. num_speculative_tokens: K; 0 is plain decoding.
     plan: "fixed" verifies all K drafts; "verification" drafts K and trims (as published); "joint"
     also stops drafting where it does not pay. max_batch_size: requests at once; one that ends is
@@ -883,66 +873,82 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     return Result(tokens, decoder.stats, estimator, cost)
 
 
+# ---------------------------------------------------------------------------------------------
+# 8. Refusals: by name and value, before any work.
+
+
+def _need(ok, name, what, value):
+    if not ok:
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+
+
+def _whole(name, value, low, high=2**62):
+    _need(isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+          and low <= value <= high, name, f"a whole number in {low}..{high}", value)
+    return int(value)
+
+
+def _check_law(temperature, top_k, top_p):
+    for name, value, high in (("temperature", temperature, 1e6), ("top_p", top_p, 1)):
+        _need(isinstance(value, (int, float, np.number)) and 0 <= value <= high, name,
+              f"a number in 0..{high:g}", value)
+    _need(top_p > 0, "top_p", "above 0", top_p)
+    _whole("top_k", top_k, 0)
+
+
 def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, plan, max_batch_size,
            temperature, top_k, top_p, eos_token_id, seed, estimator, cost, on_step):
-    """Refuse what cannot be served, by name and value, before any work; (requests, eos)."""
-    def need(ok, name, what, value):
-        if not ok:
-            raise ValueError(f"{name} must be {what}, got {value!r}")
+    """The arguments of `generate`; returns the requests and the end tokens as lists."""
+    K = _whole("num_speculative_tokens", num_speculative_tokens, 0)
+    _whole("max_batch_size", max_batch_size, 1)
+    _whole("seed", 0 if seed is None else seed, 0)
+    _check_law(temperature, top_k, top_p)
+    _need(plan in PLANS, "plan", f"one of {PLANS}", plan)
+    _need(on_step is None or callable(on_step), "on_step", "None or callable", on_step)
+    _need(cost is None or isinstance(cost, CostTable), "cost", "a CostTable", cost)
+    limit, vocabulary = _check_models(target, drafter, K)
+    if estimator is not None:
+        _need(isinstance(estimator, AcceptanceEstimator), "estimator", "one", estimator)
+        for name, want, got in (("K", K, estimator.num_speculative_tokens),
+                                ("device", target.device, estimator.theta.device)):
+            _need(want == got, "estimator", f"one of {name} = {want}", got)
+    _need(isinstance(prompts, (list, tuple, Tensor, np.ndarray)), "prompts", "lists of ids",
+          prompts)
+    prompts = [p.tolist() if isinstance(p, (Tensor, np.ndarray)) else p for p in prompts]
+    new = list(max_new_tokens) if np.ndim(max_new_tokens) else [max_new_tokens] * len(prompts)
+    _need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
+    for i, prompt in enumerate(prompts):
+        name = f"prompts[{i}]"
+        _need(isinstance(prompt, (list, tuple)) and len(prompt), name, "a list of token ids",
+              prompt)
+        prompts[i] = [_whole(f"a token of {name}", t, 0, vocabulary - 1) for t in prompt]
+        total = len(prompt) + _whole("max_new_tokens", new[i], 0)
+        _need(total <= limit, f"{name} with max_new_tokens",
+              f"within the models' {limit} positions", total)
+    eos = eos_token_id.flatten().tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
+    eos = [] if eos is None else eos if np.iterable(eos) else [eos]
+    return list(zip(prompts, map(int, new))), [_whole("eos_token_id", t, 0) for t in eos]
 
-    def whole(name, value, low, high=2**62):
-        need(isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-             and low <= value <= high, name, f"a whole number in {low}..{high}", value)
-        return int(value)
 
-    K = whole("num_speculative_tokens", num_speculative_tokens, 0)
-    whole("max_batch_size", max_batch_size, 1)
-    whole("top_k", top_k, 0)
-    need(plan in PLANS, "plan", f"one of {PLANS}", plan)
-    if seed is not None:
-        whole("seed", seed, 0)
-    need(on_step is None or callable(on_step), "on_step", "None or callable", on_step)
-    for name, value, high in (("temperature", temperature, 1e6), ("top_p", top_p, 1)):
-        need(isinstance(value, (int, float, np.number)) and 0 <= value <= high, name,
-             f"a number in 0..{high}", value)
-    need(top_p > 0, "top_p", "above 0", top_p)
-    models, verbs = {"target": target}, ("logits", "commit", "move", "reset")
+def _check_models(target, drafter, K):
+    """Whether the two can run together; returns their position limit and the vocabulary."""
+    models, verbs = {"target": target}, ("logits", "commit", "reset")
     if K and not hasattr(drafter, "logits"):
         models["drafter"] = drafter
     elif K:
-        need(all(hasattr(drafter, verb) for verb in verbs), "drafter", f"one with {verbs}", drafter)
+        _need(all(hasattr(drafter, verb) for verb in verbs), "drafter", f"one with {verbs}",
+              drafter)
     for name, model in models.items():
         _check_model(name, model)
-        need(model.device == target.device, f"{name}.device", f"{target.device}", model.device)
+        _need(model.device == target.device, f"{name}.device", f"{target.device}", model.device)
     sizes = {name: _vocabulary(m)[0] for name, m in models.items()}
-    need(_vocabulary(target)[1] >= sizes["target"], "target", "able to read all that it can say",
-         _vocabulary(target))
+    _need(_vocabulary(target)[1] >= sizes["target"], "target", "able to read all that it can say",
+          _vocabulary(target))
     if len(set(sizes.values())) > 1:
         warnings.warn(f"vocabulary sizes differ: {sizes}; what only one has is never drafted",
-                      stacklevel=3)
-    need(isinstance(prompts, (list, tuple, Tensor, np.ndarray)), "prompts", "lists of ids", prompts)
-    prompts = [p.tolist() if isinstance(p, (Tensor, np.ndarray)) else p for p in prompts]
-    new = list(max_new_tokens) if np.ndim(max_new_tokens) else [max_new_tokens] * len(prompts)
-    need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
-    limit = min(getattr(m.config, "max_position_embeddings", 0) or 2**62 for m in models.values())
-    for i, prompt in enumerate(prompts):
-        name = f"prompts[{i}]"
-        need(isinstance(prompt, (list, tuple)) and len(prompt), name, "a list of token ids", prompt)
-        prompts[i] = [whole(f"a token of {name}", t, 0, sizes["target"] - 1) for t in prompt]
-        whole("max_new_tokens", new[i], 0)
-        need(len(prompt) + new[i] <= limit, f"{name} with max_new_tokens",
-             f"within the models' {limit} positions", len(prompt) + new[i])
-    eos = [] if eos_token_id is None else eos_token_id
-    eos = [whole("eos_token_id", t, 0) for t in (
-        eos.flatten().tolist() if isinstance(eos, Tensor) else eos if np.iterable(eos) else [eos])]
-    if estimator is not None:
-        need(isinstance(estimator, AcceptanceEstimator), "estimator", "one", estimator)
-        need(estimator.num_speculative_tokens == K, "estimator", f"one for K = {K}",
-             estimator.num_speculative_tokens)
-        need(estimator.theta.device == target.device, "estimator", f"on {target.device}",
-             estimator.theta.device)
-    need(cost is None or isinstance(cost, CostTable), "cost", "a CostTable", cost)
-    return list(zip(prompts, map(int, new))), eos
+                      stacklevel=4)
+    return (min(getattr(m.config, "max_position_embeddings", 0) or 2**62 for m in models.values()),
+            sizes["target"])
 
 
 def _check_model(name, model):

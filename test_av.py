@@ -482,7 +482,7 @@ def test_logits_from_the_cache_are_those_without_it():
                           for s, d in zip(slots, drafts.tolist())])
         assert torch.allclose(got, want, atol=1e-5)
         lengths[slots] += 1 + (rng.random(len(slots)) * (drafts.numpy() + 1)).astype(int)
-        lm.commit(lengths)  # some drafts were accepted, the others are other tokens now
+        lm.commit(np.arange(4), lengths)  # some drafts were accepted, the others are other tokens now
         tokens = torch.where(torch.arange(64) < torch.tensor(lengths)[:, None] - 1, tokens,
                              torch.randint(0, 64, (4, 64)))
 
@@ -1080,7 +1080,7 @@ def test_memory_and_state_do_not_grow():
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert sizes[2] - sizes[1] < 20_000 and decoder.R == 4
+    assert sizes[2] - sizes[1] < 20_000 and len(decoder.slots) == 4
 
 
 # ------------------------------------------------------------------------ the texts
