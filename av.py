@@ -75,7 +75,7 @@ def _keep_from(probs, floor):
     probs.div_(probs.sum(-1, keepdim=True))
 
 
-def _nucleus_floor(probs, top_p, k=64):
+def _nucleus_floor(probs, top_p, k=32):
     """Smallest probability inside the top-p nucleus, (..., 1): a threshold, without a full sort."""
     k = min(k, probs.shape[-1]) if probs.is_cpu else probs.shape[-1]  # a second look needs a host
     top = probs.topk(k).values  # (..., k), descending
@@ -89,24 +89,22 @@ def _nucleus_floor(probs, top_p, k=64):
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw per row from unnormalised probabilities, (..., V) -> (...,); no host read-back.
 
-    Inverse CDF in float64: one uniform per row instead of V exponentials. The CDF is looked up in
-    blocks of the vocabulary, then within the one block, so that a large V is summed only once.
+    Inverse CDF in float64: one uniform per row instead of V exponentials. Of a large vocabulary
+    first a block of tokens is drawn, then one in it: each is summed once, few are accumulated.
     """
-    size = math.gcd(probs.shape[-1], 512)
-    blocks = probs.unflatten(-1, (-1, size))  # (..., V / size, size)
-    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (..., V / size)
+    V = probs.shape[-1]
+    if V > 1024 and (size := math.gcd(V, 512)) > 1:
+        blocks = probs.unflatten(-1, (-1, size))  # (..., V / size, size)
+        block = sample(blocks.sum(-1, dtype=torch.float64), generator)
+        inside = blocks.take_along_dim(block[..., None, None], -2).squeeze(-2)  # (..., size)
+        return block * size + sample(inside, generator)
+    cdf = probs.cumsum(-1, dtype=torch.float64)
     u = torch.rand(*probs.shape[:-1], 1, device=probs.device, dtype=cdf.dtype, generator=generator)
-    point = u * cdf[..., -1:]
-    block = _find(cdf, point)  # (..., 1)
-    inside = blocks.take_along_dim(block[..., None], -2).squeeze(-2).cumsum(-1, dtype=cdf.dtype)
-    return (block * size + _find(inside, point - F.pad(cdf, (1, 0)).gather(-1, block))).squeeze(-1)
-
-
-def _find(cdf, point):
-    # `right` steps over flat pieces of the CDF, and the point stays below its end: no token of
-    # probability 0 is ever drawn, whatever the rounding.
-    point = torch.minimum(point, torch.nextafter(cdf[..., -1:], cdf.new_zeros(())))
-    return torch.searchsorted(cdf, point, right=True).clamp(max=cdf.shape[-1] - 1)
+    # `right` steps over flat pieces of the CDF and the point stays below its end: no token of
+    # probability 0 is drawn, whatever the rounding.
+    total = cdf[..., -1:]
+    point = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, point, right=True).squeeze(-1).clamp(max=V - 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -351,34 +349,40 @@ class Ragged:
 
     def __init__(self, slots, cached, pending, drafts, budget, max_drafts, device):
         R, T = len(slots), int(pending.sum()) + budget
-        slot, start, known = torch.from_numpy(np.stack([slots, cached, pending])).to(device)
-        counts = known if drafts is None else known + drafts  # (R,) query tokens per request
+        # Slots that are mostly in use are read as one view of the cache, with the idle ones between
+        # as rows without tokens: to copy them would cost more.
+        dense = slots[-1] + 1 - slots[0] < 2 * R
+        rows = slots - slots[0] if dense else np.arange(R)
+        table = np.zeros((3, rows[-1] + 1), int)
+        table[:, rows] = slots, cached, pending
+        slot, start, known = torch.from_numpy(table).to(device)  # (r,), r >= R
         # subtle: `drafts` lives on the device, yet T is known here, because the budget was fixed
         # before the drafts. That is why one read-back per step is enough.
-        row = torch.repeat_interleave(counts, output_size=T)  # (T,) the request of each token
-        first = counts.cumsum(0) - counts  # (R,) its first token
+        counts = known if drafts is None else known.index_add(
+            0, torch.from_numpy(rows).to(device), drafts)  # (r,) query tokens
+        row = torch.repeat_interleave(counts, output_size=T)  # (T,) the row of each token
+        first = counts.cumsum(0) - counts  # (r,) its first token
         offset = torch.arange(T, device=device) - first[row]
         self.slots, self.positions = slot[row], start[row] + offset  # (T,), (T,)
         # Logits are wanted after the last pending token (the law of draft 0) and after each draft.
         self.keep = (offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
         self.layers = set()  # that have attended
-        # Attention pads: one call for all, as wide as the widest request that is not a prompt, and
-        # one for each prompt. Where the counts cannot be read freely, an upper bound is the width.
-        free = device.type in READ_FREELY
+        # Attention pads: one call for all, as wide as the widest row that is not a prompt, and one
+        # for each prompt. Where the counts cannot be read freely, an upper bound is the width.
+        free, (_, cached, pending) = device.type in READ_FREELY, table
         widths = counts.numpy() if free else pending + min(budget, max_drafts)
         prompts = np.flatnonzero(pending > 2)
         width = int(widths[pending <= 2].max(initial=1))
-        self.calls, ends = [], np.arange(R) * width
-        for lo, hi, w in [(0, R, width)] + [(i, i + 1, int(widths[i])) for i in prompts]:
+        self.calls, ends = [], np.arange(len(widths)) * width
+        for lo, hi, w in [(0, len(widths), width)] + [(i, i + 1, int(widths[i])) for i in prompts]:
             at = torch.arange(w, device=device)
-            dense = slots[hi - 1] + 1 - slots[lo] == hi - lo  # a view of the cache, not a copy
-            self.calls.append((slice(slots[lo], slots[hi - 1] + 1) if dense else slot[lo:hi],
+            self.calls.append((slice(slots[0] + lo, slots[0] + hi) if dense else slot[lo:hi],
                                (first[lo:hi, None] + at).clamp(max=T - 1).flatten(),
                                start[lo:hi, None] + at,
                                int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
         # Each token's place in the outputs, one call's behind the other's; padding has none.
-        ends[prompts] = R * width + np.cumsum(widths[prompts]) - widths[prompts]
-        self.plain = free and not len(prompts) and T == R * width  # nothing is padded at all
+        ends[prompts] = len(widths) * width + np.cumsum(widths[prompts]) - widths[prompts]
+        self.plain = free and not len(prompts) and T == len(widths) * width  # nothing is padded
         self.place = None if self.plain else torch.from_numpy(ends).to(device)[row] + offset
 
 
@@ -677,12 +681,13 @@ class Decoder:
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
+        survival = torch.full((R, K), -1.0, dtype=torch.float64, device=device)
         finite, q = torch.ones((), dtype=torch.bool, device=device), self.q[:R]
-        rows, drawn = np.arange(R), np.zeros(R, int)
+        alive, rows = torch.ones(R, dtype=torch.float64, device=device), np.arange(R)
         for i in range(K):
             rows = rows[limits[rows] > i]
             if budget is None:
-                rows = self.worth_drafting(rows, i, features, other)
+                rows = self.worth_drafting(rows, i, alive, other)
             if not len(rows):
                 break
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
@@ -694,24 +699,21 @@ class Decoder:
             row = slice(None) if len(rows) == R else row  # all of them: no index needed
             self.tokens[slot, end] = drafts[row, i] = x
             q[row, i] = law  # LOSSLESS: to the bit what x was drawn from
-            features[row, i] = logit_q_max(logits, self.sampling["temperature"])
-            drawn[rows] = i + 1
-        self.stats.proposed += (np.arange(K) < drawn[:, None]).sum(0)
-        survival = torch.ones(R, K, dtype=torch.float64, device=device)
-        if self.estimator:
-            survival = self.estimator.predict(features).cumprod(1)
-        beyond = torch.arange(K, device=device) >= torch.from_numpy(drawn).to(device)[:, None]
-        return drafts, q, features, survival.masked_fill(beyond, -1.0), finite
+            features[row, i] = f = logit_q_max(logits, self.sampling["temperature"])
+            if self.estimator:
+                alive[row] *= self.estimator.predict(f, i)
+            survival[row, i] = alive[row]
+            self.stats.proposed[i] += len(rows)
+        return drafts, q, features, survival, finite
 
-    def worth_drafting(self, rows, i, features, other):
+    def worth_drafting(self, rows, i, alive, other):
         """Joint: of `rows`, those whose draft i should be drawn, by the survival of its prefix.
 
         The m best rows earn their expected tokens less the price of verifying one, and pay the time
         of a drafter pass. LOSSLESS: reads only what was known before any draft i was drawn.
         (This reads back once a pass, and joint's trim once a step: free on a CPU.)
         """
-        prefix = _read_back(self.estimator.predict(features)[:, :i].prod(1))[rows]
-        value = prefix * self.mean_confidence[i] - self.slot_price(other)
+        value = _read_back(alive)[rows] * self.mean_confidence[i] - self.slot_price(other)
         order = np.argsort(-value, kind="stable")
         net = np.cumsum(value[order]) - self.price * self.cost.draft(np.arange(1, len(rows) + 1))
         m = int(np.argmax(net)) + 1 if len(rows) and net.max() > 0 else 0

@@ -11,6 +11,8 @@ What you will see, in this order:
   5. what the estimator learned, and whether its predictions came true.
 
 `python demo.py sweep` tries every fixed K at more loads, with `--peers` transformers' generate too.
+`python demo.py study` repeats the published study of the estimator on your pair, in four minutes:
+features, a confidence head, the fit, slopes, what a biased rule does, what a good estimate buys.
 No GPU and no network are needed: a small pair whose tokens are bytes is trained on first use (a
 good two minutes) and kept. Your own pair: `--target NAME --draft NAME`, hub names or folders.
 What it is not: a benchmark of large models. `--quick` is a check and measures nothing to quote.
@@ -23,6 +25,8 @@ if __name__ == "__main__":  # the libraries below take seconds to load: Ctrl-C i
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
+import collections
+import contextlib
 import copy
 import csv
 import functools
@@ -78,16 +82,17 @@ def workloads(held_out: bool = False) -> dict[str, bytes]:
 
 
 def build_pair(seed: int = 0, large: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """An untrained target (8 layers of 384, 12.7 M weights) and drafter (1 layer of 128).
+    """An untrained target (4 layers of 640, 17.2 M weights) and drafter (1 layer of 128).
 
+    Wide rather than deep: on a CPU the work outside the matrices goes by the number of layers.
     large: 12 layers of 768 and 1 of 256, for a GPU, where the small ones are all launches.
     """
-    layers, size, width = (12, 768, 256) if large else (8, 384, 128)
+    layers, size, width = (12, 768, 256) if large else (4, 640, 128)
     common = dict(vocab_size=256, max_position_embeddings=512, tie_word_embeddings=False,
                   num_key_value_heads=1,  # one shared key and value head keeps the cache small
                   bos_token_id=None, eos_token_id=None, pad_token_id=None)
     target = LlamaConfig(hidden_size=size, num_hidden_layers=layers, num_attention_heads=size // 64,
-                         intermediate_size=size * 11 // 4, **common)
+                         intermediate_size=size * 27 // 10, **common)
     drafter = LlamaConfig(hidden_size=width, num_hidden_layers=1, num_attention_heads=width // 64,
                           intermediate_size=width * 8 // 3, **common)
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
@@ -101,6 +106,16 @@ def optimizers(model, matrix_lr: float, other_lr: float) -> list[torch.optim.Opt
     rest = [p for n, p in model.named_parameters() if n not in inner]
     return [torch.optim.Muon(inner.values(), lr=matrix_lr, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=other_lr, betas=(0.9, 0.98), weight_decay=0.0)]
+
+
+def training_bytes(texts: list[bytes], generator: torch.Generator) -> torch.Tensor:
+    """Sequences from random places, the texts in turns: (BATCH, LENGTH + 1)."""
+    rows = []
+    for i in range(BATCH):
+        text = texts[i % len(texts)]
+        at = int(torch.randint(len(text) - LENGTH, (), generator=generator))
+        rows.append(list(text[at:at + LENGTH + 1]))
+    return torch.tensor(rows)
 
 
 def pair_losses(target, drafter, ids: torch.Tensor, fraction: float):
@@ -122,7 +137,7 @@ def train_pair(target, drafter, seconds: float = 135.0, seed: int = 0,
                progress: Callable[[float, dict], None] = lambda fraction, losses: None) -> None:
     """Train both in one loop that ends on time: the drafter imitates what the target learns."""
     generator = torch.Generator().manual_seed(seed)
-    texts = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in workloads().values()]
+    texts = list(workloads().values())
     optims = optimizers(target, 1e-2, 3e-3) + optimizers(drafter, 1e-2, 1e-2)
     groups = [(group, group["lr"]) for optim in optims for group in optim.param_groups]
     for model in (target, drafter):  # the fused attention's backward pass is slow on a CPU
@@ -131,12 +146,7 @@ def train_pair(target, drafter, seconds: float = 135.0, seed: int = 0,
     while (fraction := (time.monotonic() - start) / seconds) < 1:
         for group, peak in groups:  # by the clock, so that a slow machine decays in time too
             group["lr"] = peak * min(1.0, fraction / 0.03 + 0.03, (1 - fraction) / 0.6)
-        rows = []
-        for i in range(BATCH):
-            text = texts[i % len(texts)]
-            at = int(torch.randint(len(text) - LENGTH, (), generator=generator))
-            rows.append(text[at:at + LENGTH + 1])
-        ids = torch.stack(rows).long().to(target.device)
+        ids = training_bytes(texts, generator).to(target.device)
         loss, nats, accepted = pair_losses(target, drafter, ids, fraction)
         loss.backward()
         for optim in optims:
@@ -149,49 +159,90 @@ def train_pair(target, drafter, seconds: float = 135.0, seed: int = 0,
         model.eval().set_attn_implementation("sdpa")
 
 
-def cached_pair(file: pathlib.Path, large: bool):
-    """The pair kept in `file`, or None; with a word if something else, or half of it, is there."""
+def cache_folder() -> pathlib.Path:
+    """Where trained models are kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(home) / "adaptive-verification"
+
+
+def cached(name: str, models: list[torch.nn.Module]):
+    """The models with the weights kept under a name, or None; with a word if they do not fit."""
+    file = cache_folder() / f"{name}.pt"
     if not file.exists():
         return None
     try:
-        pair = build_pair(large=large)
-        for model, weights in zip(pair, torch.load(file, weights_only=True), strict=True):
+        for model, weights in zip(models, torch.load(file, weights_only=True), strict=True):
             model.load_state_dict(weights)
             if not all(w.isfinite().all() for w in weights.values()):
                 raise ValueError("not finite")
-        return [model.eval() for model in pair]
+        return [model.eval() for model in models]
     except Exception as error:  # whatever is wrong with it, the cure is the same
-        print(f"{file} holds no usable pair ({type(error).__name__}): it is not used")
+        print(f"{file} holds no usable weights ({type(error).__name__}): it is not used")
         return None
+
+
+def keep(name: str, models: list[torch.nn.Module]):
+    """Keep their weights under a name; if that cannot be, say so and go on."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temp:  # killed here, nothing half is left
+            torch.save([model.state_dict() for model in models], f"{temp}/models.pt")
+            os.replace(f"{temp}/models.pt", folder / f"{name}.pt")
+    except OSError as error:
+        print(f"what was trained cannot be kept ({error}): next time it is trained again")
 
 
 def built_in_pair(device: torch.device, quick: bool):
     """The built-in (target, drafter) on `device`: from the cache, or trained now and kept there."""
     large = device.type == "cuda"
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    folder, name = pathlib.Path(home) / "adaptive-verification", "pair-large" if large else "pair"
-    pair = cached_pair(folder / f"{name}.pt", large)
+    name = "pair-large" if large else "pair"
+    pair = cached(name, build_pair(large=large))
     if quick and not pair:  # a hasty pair has its own name and never takes the real one's place
         name += "-quick"
-        pair = cached_pair(folder / f"{name}.pt", large)
+        pair = cached(name, build_pair(large=large))
     if pair:
         return [model.to(device) for model in pair]
     seconds = 20 if quick else 135
     print(f"training the built-in pair for {seconds} s" + (" only (--quick)" if quick else "")
-          + f", this once; it will be kept in {folder}", flush=True)
+          + f", this once; it will be kept in {cache_folder()}", flush=True)
     pair = [model.to(device) for model in build_pair(large=large)]
     train_pair(*pair, seconds, progress=lambda done, losses: status(
         f"[{'#' * round(30 * done):30}] {done:4.0%}  target {losses['target']:.2f} nats per byte, "
         f"drafts accepted {losses['accepted']:.0%}"))
     status()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temp:  # killed here, nothing half is left
-            torch.save([model.state_dict() for model in pair], f"{temp}/pair.pt")
-            os.replace(f"{temp}/pair.pt", folder / f"{name}.pt")
-    except OSError as error:
-        print(f"the pair cannot be kept ({error}): next time it is trained again")
+    keep(name, pair)
     return pair
+
+
+def small_drafter(drafter, quick: bool):
+    """A drafter of half the width, which learned the texts by itself and never saw the target."""
+    c, device = drafter.config, drafter.device
+    sizes = {name: getattr(c, name) // 2 for name in (
+        "hidden_size", "intermediate_size", "num_attention_heads")}
+    name = f"small-{c.hidden_size // 2}" + "-quick" * quick
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        small = LlamaForCausalLM(LlamaConfig(**{**c.to_dict(), **sizes}))
+    if cached(name, [small]):
+        return small.to(device, drafter.dtype)
+    generator, texts = torch.Generator().manual_seed(1), list(workloads().values())
+    small.to(device).train().set_attn_implementation("eager")
+    optims, seconds, start = optimizers(small, 1e-2, 1e-2), 4 if quick else 20, time.monotonic()
+    groups = [group for optim in optims for group in optim.param_groups]
+    while (fraction := (time.monotonic() - start) / seconds) < 1:
+        status(f"training a second, smaller drafter, this once: {fraction:4.0%}")
+        for group in groups:
+            group["lr"] = 1e-2 * (1 - fraction)
+        ids = training_bytes(texts, generator).to(device)
+        logits = small(input_ids=ids[:, :-1], use_cache=False).logits
+        F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    small.eval().set_attn_implementation("sdpa")
+    keep(name, [small])
+    return small.to(drafter.dtype)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -273,6 +324,11 @@ def find_pair(args, device: torch.device) -> Pair:
     return byte_pair(device, args.quick, lines, args.seed)
 
 
+def longest(pair: Pair) -> int:
+    """The most tokens that a request can come to."""
+    return max(map(len, pair.prompts)) + NEW[1]
+
+
 def requests(prompts: list[list[int]], load: int, seed: int):
     """Endless (prompt, max_new_tokens), the same ones for every arm; the prompts take turns."""
     rng = random.Random(seed)
@@ -342,12 +398,12 @@ class Run:
         return [("plain", 0, "fixed"), (f"fixed {self.K}", self.K, "fixed"),
                 ("verification", self.K, "verification"), ("joint", self.K, "joint")]
 
-    def title(self, text: str):
-        """A headline, and under it on what and how often was measured."""
+    def title(self, text: str, measured: str = ""):
+        """A headline, and under it on what and how often was measured (default: the rounds)."""
         status()
         print("\n" + paint(text, "bold") + "  (QUICK CHECK: nothing to quote)" * self.quick)
-        print(paint(f"[{machine(self.pair.target.device)}; seed {self.seed}, {self.rounds} rounds]",
-                    "dim"), flush=True)
+        print(paint(f"[{machine(self.pair.target.device)}; seed {self.seed}, "
+                    f"{measured or f'{self.rounds} rounds'}]", "dim"), flush=True)
 
 
 def introduce(run: Run):
@@ -410,7 +466,7 @@ def trace(run: Run, cost: av.CostTable, load: int, steps: int = 8):
         ("+", "accepted"), ("x", "rejected"), ("-", "verified in vain, behind a rejection"),
         (".", "not verified"), ("*", "bonus, drawn from the target"))))
     print(paint("under each draft: its estimated chance to be kept, in %   (_ is a space)", "dim"))
-    decoder = Arm(run, load, *run.arms[2], cost).decoder
+    decoder = Arm(run, load, cost, *run.arms[2]).decoder
     watched = next(i for i in itertools.count(decoder.step().requests.max() + 1) if i % 3 == 1)
     shown = 0
     while shown < steps:
@@ -449,7 +505,8 @@ FEW = 4  # with fewer requests at once than this they are shorter, or it would t
 class Arm:
     """One way to decode at one load: a decoder that lives on from slice to slice."""
 
-    def __init__(self, run: Run, load: int, name: str, K: int, plan: str, cost: av.CostTable):
+    def __init__(self, run: Run, load: int, cost: av.CostTable, name: str, K: int, plan: str,
+                 drafter=None):
         status(f"{load} requests: warming up {name}")
         pair, began = run.pair, time.perf_counter()
         estimator = None if plan == "fixed" else run.estimators.setdefault(
@@ -457,9 +514,9 @@ class Arm:
         self.name, self.load = name, load
         self.seconds = (0.6 + load / 200) / (1 + run.quick)
         self.decoder = av.Decoder(
-            pair.target, pair.drafter if K else None, requests(pair.prompts, load, run.seed),
-            max_length=max(map(len, pair.prompts)) + NEW[1], max_batch_size=load, plan=plan,
-            num_speculative_tokens=K, estimator=estimator,
+            pair.target, drafter or (pair.drafter if K else None),
+            requests(pair.prompts, load, run.seed), max_length=longest(pair), max_batch_size=load,
+            num_speculative_tokens=K, plan=plan, estimator=estimator,
             cost=copy.deepcopy(cost) if estimator else None,  # each learns from its own steps
             eos=pair.eos, seed=run.seed, **run.law)
         # Until the estimator has been refitted once, but not for ever.
@@ -480,13 +537,17 @@ class Arm:
 
         (One of each kind of text: within a second, one arm might just meet the easiest.)
         """
-        began, tokens, few = time.perf_counter(), self.stats.committed, self.load < FEW
-        while (then := time.perf_counter()) < began + self.seconds * (not few) or (
+        began, tokens, few = self.now(), self.stats.committed, self.load < FEW
+        while (then := self.now()) < began + self.seconds * (not few) or (
                 few and len(self.decoder.finished) < 3):
             done = self.decoder.step()
-            self.steps.append((done, time.perf_counter() - then))
+            self.steps.append((done, self.now() - then))
         self.decoder.finished.clear()
-        self.rates.append((self.stats.committed - tokens) / (time.perf_counter() - began))
+        self.rates.append((self.stats.committed - tokens) / (self.now() - began))
+
+    def now(self) -> float:
+        """Seconds, by a clock that stands still while a drafter does what it need not pay for."""
+        return time.perf_counter() - getattr(self.decoder.drafter, "free_seconds", 0.0)
 
     @property
     def rate(self) -> float:
@@ -514,7 +575,7 @@ def race(run: Run, load: int, arms: list[tuple], cost: av.CostTable, report: Cal
 
     After Ctrl-C too, if each arm has had a slice: what has been measured is shown.
     """
-    arms = [Arm(run, load, *arm, cost) for arm in arms]
+    arms = [Arm(run, load, cost, *arm) for arm in arms]
     try:
         for i in range(run.rounds):
             for arm in arms[i % len(arms):] + arms[:i % len(arms)]:
@@ -603,20 +664,24 @@ def labels(steps: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(predicted), np.concatenate(seen)
 
 
-def print_calibration(run: Run, results: dict, bins: int = 10):
-    """Predicted against seen: the chance to be accepted, in bins, and the time of a step."""
-    predicted, seen = labels([step for arms in results.values() for step in arms[2].steps])
-    run.title(f"Did it come true? The {len(seen):,} drafts that verification checked, all loads")
+def diagram(predicted: np.ndarray, seen: np.ndarray, bins: int = 10):
+    """Predicted against seen: the chance to be accepted, in bins of equal width."""
     print("  predicted    mean    seen   drafts   seen (#), predicted (|)")
-    which, error = np.minimum((predicted * bins).astype(int), bins - 1), 0.0
+    which = np.minimum((predicted * bins).astype(int), bins - 1)
     for b in np.unique(which):
         mean, share, n = predicted[which == b].mean(), seen[which == b].mean(), (which == b).sum()
-        error += abs(mean - share) * n / len(seen)
         bar = list(f"{'#' * round(40 * share):41}")
         bar[round(40 * mean)] = "|"
         print(f"  {b / bins:.1f} to {(b + 1) / bins:.1f} {mean:6.2f}  {share:6.2f} {n:8}   "
               + "".join(bar).rstrip())
-    print(f"  expected calibration error {error:.3f} (published: 0.010)")
+    print(f"  expected calibration error {ece(seen, predicted, bins):.3f} (published: 0.010)")
+
+
+def print_calibration(run: Run, results: dict):
+    """Predicted against seen, and so for the time of a step."""
+    predicted, seen = labels([step for arms in results.values() for step in arms[2].steps])
+    run.title(f"Did it come true? The {len(seen):,} drafts that verification checked, all loads")
+    diagram(predicted, seen)
     ratios = {n: statistics.median(clock(arms[2:])) for n, arms in results.items()}
     print("  time of a step, as the cost table predicts it / as it was, median: "
           + ", ".join(f"{ratio:.2f} at {load}" for load, ratio in ratios.items()))
@@ -761,10 +826,592 @@ def peers(run: Run, load: int, cost: av.CostTable):
 
 
 # ---------------------------------------------------------------------------------------------
-# 7. Main.
+# 7. `python demo.py study`: the published study, on this pair. First the statistics: `seen` is
+#    whether each draft was accepted, a bool (n,); predictions and scores are (n,) too.
 
-COMMANDS = {"show": show, "sweep": sweep}
-LOADS = {"show": [1, 16, 64], "sweep": [1, 4, 16, 64, 256]}
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)), without overflow."""
+    return np.exp(-np.logaddexp(0, -x))
+
+
+def auc(seen: np.ndarray, score: np.ndarray) -> float:
+    """P(an accepted draft scores above a rejected one), a tie counting half: from mid-ranks."""
+    _, which, count = np.unique(score, return_inverse=True, return_counts=True)
+    ranks, n = (np.cumsum(count) - (count - 1) / 2)[which], int(seen.sum())
+    return (ranks[seen].sum() - n * (n + 1) / 2) / max(n * (len(seen) - n), 1)
+
+
+def log_loss(seen: np.ndarray, predicted: np.ndarray) -> float:
+    """Mean of -log(the chance that was given to what happened), in nats."""
+    return -np.log(np.where(seen, predicted, 1 - predicted).clip(1e-12)).mean()
+
+
+def ece(seen: np.ndarray, predicted: np.ndarray, bins: int = 10) -> float:
+    """Expected calibration error: |mean predicted - share seen| over bins of equal width."""
+    which = np.minimum((predicted * bins).astype(int), bins - 1)
+    return np.abs(np.bincount(which, predicted - seen)).sum() / len(seen)
+
+
+def fit_logistic(x: np.ndarray, seen: np.ndarray, ridge: float = 1e-6) -> np.ndarray:
+    """theta (d,) that minimises the summed log-loss of sigmoid(x @ theta) + ridge/2 |theta|^2.
+
+    Newton's method in float64 on all labels at once; a step that would overshoot is halved.
+    """
+    def loss(theta):
+        z = x @ theta
+        return (np.logaddexp(0, z) - seen * z).sum() + ridge / 2 * theta @ theta
+
+    theta = np.zeros(x.shape[1])
+    for _ in range(50):
+        p = sigmoid(x @ theta)
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + ridge * np.eye(len(theta))
+        step = np.linalg.solve(hessian, x.T @ (seen - p) - ridge * theta)
+        while loss(theta + step) > loss(theta) and np.abs(step).max() > 1e-9:
+            step = step / 2
+        theta = theta + step
+        if np.abs(step).max() < 1e-8:
+            break
+    return theta
+
+
+def bootstrap(group: np.ndarray, statistic: Callable, draws: int = 100) -> np.ndarray:
+    """`statistic(rows)` of resampled requests, (draws, ...): labels of one text are no fresh draws.
+
+    The same draws at each call, so that differences between two statistics are paired.
+    """
+    rng = np.random.default_rng(0)
+    members = [np.flatnonzero(group == g) for g in np.unique(group)]
+    return np.array([statistic(np.concatenate(
+        [members[i] for i in rng.integers(len(members), size=len(members))]))
+        for _ in range(draws)])
+
+
+def spread(draws: np.ndarray) -> np.ndarray:
+    """Half the width of the 95 % interval of bootstrap draws."""
+    low, high = np.percentile(draws, [2.5, 97.5], axis=0)
+    return (high - low) / 2
+
+
+# Collecting: every draft of a full verification that has a label, and what was known of it.
+
+
+@dataclass
+class Drafts:
+    """Labelled drafts: (n,) each, but hidden (n, H). Rows are temperature-scaled, before top-p."""
+    seen: np.ndarray  # accepted?
+    position: np.ndarray
+    request: np.ndarray
+    limit: np.ndarray  # the true chance, sum of min(p, q) over the vocabulary, after top-p
+    top: np.ndarray  # logit(q_max)
+    drawn: np.ndarray  # logit(q(x)) of the token that was drawn
+    margin: np.ndarray  # log q_max - log q_2nd
+    entropy: np.ndarray
+    hidden: np.ndarray  # what the drafter's last layer gave to its output embedding
+
+    def where(self, rows: np.ndarray) -> "Drafts":
+        """Some of them."""
+        return Drafts(*(x[rows] for x in vars(self).values()))
+
+
+@contextlib.contextmanager
+def last_hidden(model, passes: int):
+    """While it is open: the inputs (R, H) of the output embedding in the last passes."""
+    kept = collections.deque(maxlen=passes)
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda module, inputs: kept.append(inputs[0][0].float()))
+    try:
+        yield kept
+    finally:
+        hook.remove()
+
+
+def watch(lm) -> list:
+    """Make a model of a decoder keep, for each call of `logits`, its slots and what it returned."""
+    calls, logits = [], lm.logits
+
+    def kept(tokens, lengths, slots, *more):
+        calls.append((slots, logits(tokens, lengths, slots, *more)))
+        return calls[-1][1]
+
+    lm.logits = kept
+    return calls
+
+
+def overlap(checked: torch.Tensor, drafted: torch.Tensor, law: dict) -> torch.Tensor:
+    """The chance that a draft is accepted, sum of min(p, q), from rows of logits (n, V): (n,)."""
+    p, q = (av.warp(logits, **law) for logits in (checked, drafted[:, :checked.shape[1]]))
+    return torch.minimum(p[:, :q.shape[1]], q).sum(-1).double().clamp(max=1)
+
+
+def labelled(done: av.Step, law: dict, drafted: list, checked: torch.Tensor, hidden):
+    """Of one step, pass by pass, the columns of `Drafts`; as tensors."""
+    first = np.cumsum(done.num_verified + 1) - (done.num_verified + 1)  # target row of draft 0
+    for i, ((slots, logits), last) in enumerate(zip(drafted, hidden)):
+        some = (i < done.num_verified[slots]) & (i <= done.accepted[slots])
+        rows, some = slots[some], torch.from_numpy(some).to(logits.device)
+        logits = logits[some][:, :checked.shape[1]]
+        log_q = (logits.double() / (law["temperature"] or 1)).log_softmax(-1)
+        x = torch.from_numpy(done.drafts[rows, i]).to(logits.device)
+        best = log_q.topk(2).values
+        target_rows = torch.from_numpy(first[rows] + i).to(logits.device)
+        yield (torch.from_numpy(done.accepted[rows] > i), torch.full((len(rows),), i),
+               torch.from_numpy(done.requests[rows]), overlap(checked[target_rows], logits, law),
+               av.logit_q_max(logits, law["temperature"]).double(),
+               log_q.gather(1, x[:, None])[:, 0].exp().logit().clamp(-10, 10),
+               best[:, 0] - best[:, 1], -(log_q.exp() * log_q.clamp(min=-1e3)).sum(-1), last[some])
+
+
+@torch.no_grad()
+def collect(run: Run, drafter, law: dict, wanted: int, what: str) -> tuple[Drafts, list[av.Step]]:
+    """Decode with every draft verified until there are enough labels; and the steps themselves."""
+    pair, load, parts, steps, n = run.pair, run.loads[-1], [], [], 0
+    decoder = av.Decoder(pair.target, drafter, requests(pair.prompts, load, run.seed), plan="fixed",
+                         max_length=longest(pair), max_batch_size=load, eos=pair.eos,
+                         num_speculative_tokens=run.K, seed=run.seed, **law)
+    drafted, checked = watch(decoder.drafter), watch(decoder.target)
+    with last_hidden(drafter, run.K) as hidden:
+        while n < wanted:
+            for calls in (drafted, checked, hidden):
+                calls.clear()
+            steps.append(decoder.step())
+            for columns in labelled(steps[-1], law, drafted, checked[0][1], hidden):
+                parts.append([x.cpu().numpy() for x in columns])
+                n += len(parts[-1][0])
+            status(f"{what}: {n:,} of {wanted:,} labels")
+    status()
+    return Drafts(*map(np.concatenate, zip(*parts))), steps
+
+
+# 1. Features. Each gets a slope and an intercept per position, as the shipped one has.
+
+
+def log_of(logit: np.ndarray) -> np.ndarray:
+    """log q from logit(q), exact also where q is all but 1."""
+    return -np.logaddexp(0, -logit)
+
+
+FEATURES = [  # name, of a Drafts, lossless, published AUC, log-loss, ECE
+    ("log q_max", lambda d: log_of(d.top), "yes", (0.8069, 0.4813, 0.0592)),
+    ("log q_max - log q_2nd", lambda d: d.margin, "yes", (0.8156, 0.4437, 0.0105)),
+    ("entropy H(q)", lambda d: d.entropy, "yes", (0.8321, 0.4577, 0.0638)),
+    ("-log(-log q_max)", lambda d: -np.log(-log_of(d.top)), "yes", (0.8336, 0.4289, 0.0103)),
+    ("logit q_max (shipped)", lambda d: d.top, "yes", (0.8336, 0.4284, 0.0100)),
+    ("logit q_drawn", lambda d: d.drawn, "NO", (0.8553, 0.4040, 0.0152)),
+    ("-log(-log q_drawn)", lambda d: -np.log(-log_of(d.drawn)), "NO",
+     (0.8554, 0.4075, 0.0193)),
+]
+
+
+def design(feature: np.ndarray, position: np.ndarray, K: int) -> np.ndarray:
+    """Columns of a regression: the feature (or features), then one indicator per position."""
+    return np.column_stack([feature, np.eye(K)[position]])
+
+
+def predictions(K: int, fit: Drafts, held: Drafts) -> dict[str, tuple]:
+    """{name: (predicted chances on the held-out half, lossless, published figures)}."""
+    def fitted(feature, ridge=1e-6):
+        theta = fit_logistic(design(feature(fit), fit.position, K), fit.seen, ridge)
+        return sigmoid(design(feature(held), held.position, K) @ theta)
+
+    rows = {name: (fitted(feature), *more) for name, feature, *more in FEATURES}
+    rows["q_max, no fit"] = sigmoid(held.top), "yes", (0.8259, 0.4880, 0.0736)
+    rows["trained head"] = fitted(lambda d: d.hidden, 1.0), "yes", (0.8191, 0.4449, 0.0052)
+    rows["the limit: sum min(p, q)"] = held.limit, "-", ()
+    rows["position alone"] = fitted(lambda d: 0 * d.top), "yes", ()
+    rows["base rate"] = np.full(len(held.seen), fit.seen.mean()), "yes", ()
+    return rows
+
+
+def scores(seen: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    """AUC, log-loss, ECE."""
+    return np.array([auc(seen, predicted), log_loss(seen, predicted), ece(seen, predicted)])
+
+
+def print_features(run: Run, held: Drafts, rows: dict[str, tuple], measured: str):
+    """The table of features, the published figures beside it."""
+    run.title("Which feature tells what will be accepted?", measured)
+    print("(fitted on half of the requests, scored on the others; ± half a 95 % interval, by "
+          "bootstrap over requests;\n ECE in 10 bins of equal width; head: linear on the drafter's "
+          "last hidden state, and an intercept per position)")
+    print(f"{'':25}lossless  AUC           log-loss      ECE            published: the same")
+    for name, (predicted, lossless, published) in rows.items():
+        value = scores(held.seen, predicted)
+        error = spread(bootstrap(
+            held.request, lambda i, p=predicted: scores(held.seen[i], p[i])))
+        row = f"{name:25}{lossless:10}" + "".join(
+            f"{v:.4f} ±{e:.4f}"[:13] + " " for v, e in zip(value, error))
+        row += "  " + " ".join(f"{x:.4f}" for x in published)
+        print(paint(row, "bold") if "shipped" in name else row, flush=True)
+    loss = {name: log_loss(held.seen, predicted) for name, (predicted, *_) in rows.items()}
+    way = loss["base rate"] - loss["the limit: sum min(p, q)"]
+    print("of the way in log-loss from the base rate to the limit: " + ", ".join(
+        f"{name} covers {(loss['base rate'] - loss[name]) / way:.0%}"
+        for name in ("logit q_max (shipped)", "trained head", "position alone")))
+    print(f"q_max as it is predicts {sigmoid(held.top).mean():.3f}, seen {held.seen.mean():.3f} "
+          "(published: 0.784, 0.723)")
+
+
+# 2. The estimator against a confidence head.
+
+
+def print_head(run: Run, held: Drafts, rows: dict[str, tuple], measured: str):
+    """Overall, without the first position, and the AUC of each position as a chart."""
+    run.title("Against a trained confidence head", measured)
+    names = {"e": "logit q_max (shipped)", "h": "trained head", "l": "the limit: sum min(p, q)"}
+    later = held.position > 0
+    print(f"{'AUC, log-loss, ECE':20}{'estimator':23}{'published':23}{'head':23}published")
+    for what, some, *published in (
+            ("all positions", later | True, "0.8336 0.4284 0.0100", "0.8191 0.4449 0.0052"),
+            ("without the first", later, "0.8352 0.4420 0.0103", "0.8075 0.4743 0.0090")):
+        ours = [scores(held.seen[some], rows[names[mark]][0][some]) for mark in "eh"]
+        print(f"  {what:18}" + "   ".join(" ".join(f"{x:.4f}" for x in our) + f"   {theirs}"
+                                          for our, theirs in zip(ours, published)))
+    print("AUC by position   0.5" + " " * 43 + "1.0    e: estimator   h: head   l: limit")
+    for i in range(run.K):
+        here, line = held.position == i, [" "] * 51
+        value = {m: auc(held.seen[here], rows[name][0][here]) for m, name in names.items()}
+        for mark, x in value.items():
+            line[round(100 * max(0, x - 0.5))] = mark
+        print(f"  {i + 1}  {here.sum():7} drafts |{''.join(line)}| "
+              + "  ".join(f"{mark} {x:.3f}" for mark, x in value.items()))
+
+
+# 3. The fit.
+
+
+def feed(estimator: av.AcceptanceEstimator, steps: list[av.Step], keep: Callable):
+    """Show recorded steps to an estimator: of each those rows for whose requests `keep` is true."""
+    for done in steps:
+        rows = keep(done.requests)
+        estimator.observe(*(torch.from_numpy(x[rows]) for x in (
+            done.features, done.num_verified, done.accepted)))
+    return estimator
+
+
+def chance(estimator: av.AcceptanceEstimator, d: Drafts) -> np.ndarray:
+    """What an estimator says of some drafts."""
+    return sigmoid(estimator.slope * d.top + np.array(estimator.intercepts)[d.position])
+
+
+def print_fit(run: Run, fit: Drafts, held: Drafts, optimum: np.ndarray, steps: list[av.Step],
+              keep: Callable, measured: str) -> av.AcceptanceEstimator:
+    """Online against all at once, one slope against several, and a calibration diagram."""
+    run.title("The fit: online, as shipped, against the optimum of all labels at once", measured)
+    K, one_hot = run.K, np.eye(run.K)
+    online = {n: feed(av.AcceptanceEstimator(K, refit_every=n), steps, keep) for n in (100, 10)}
+    several = fit_logistic(np.hstack([one_hot[fit.position] * fit.top[:, None],
+                                      one_hot[fit.position]]), fit.seen)
+    rows = {"the start: 0.5, -0.2": chance(av.AcceptanceEstimator(K), held)}
+    rows |= {f"online, refits: {e.steps // n}, one every {n} steps": chance(e, held)
+             for n, e in online.items()}
+    rows["all labels, one slope"] = optimum
+    rows["all labels, a slope per position"] = sigmoid(
+        several[:K][held.position] * held.top + several[K:][held.position])
+    best = log_loss(held.seen, optimum)
+    print(f"{'':45}AUC      log-loss   ECE      log-loss above the optimum")
+    for name, predicted in rows.items():
+        value = scores(held.seen, predicted)
+        print(f"  {name:40}" + "".join(f"{x:9.4f}" for x in value) + f"{value[1] - best:+12.4f}")
+    print("  (published: sharing the slope costs 0.0002 AUC and 0.0003 log-loss)")
+    diagram(chance(online[100], held), held.seen)
+    return online[100]
+
+
+def print_damping(run: Run, held: Drafts, steps: list[av.Step], keep: Callable, rounds: int = 5):
+    """Few requests at a time: is a coefficient with few labels better moved with care?"""
+    every = min(10, len(steps) // rounds)
+    run.title("Few labels: held-out log-loss after some refits from the start", f"{rounds} refits, "
+              f"one every {every} steps; mean (worst) of trials on different requests")
+
+    def trial(at, group, few, damping):
+        estimator = av.AcceptanceEstimator(run.K, refit_every=every, damping=damping)
+        rows = slice(group * few, (group + 1) * few)
+        feed(estimator, steps[at:at + rounds * every], lambda r: np.flatnonzero(keep(r))[rows])
+        return log_loss(held.seen, chance(estimator, held))
+
+    starts = range(0, len(steps) - rounds * every + 1, rounds * every)
+    for few in [n for n in (1, 4, 12) if 4 * n <= run.loads[-1]] or [1]:  # of half the requests
+        line = f"  requests at once: {few:2}"
+        for damping, what in ((50, "damping 50"), (0, "off")):
+            losses = [trial(at, group, few, damping) for at in starts for group in range(2)]
+            line += f"   {what} {np.mean(losses):.4f} ({max(losses):.4f})"
+        print(line + f"   {len(losses)} trials", flush=True)
+
+
+def print_switch(run: Run, drafts: Drafts, steps: list[av.Step], rounds: int = 5):
+    """The kind of text changes under the online fit: easy, hard, easy. A round is one refit."""
+    kinds = len(run.pair.kinds)
+    rate = [drafts.seen[drafts.request % kinds == k].mean() for k in range(kinds)]
+    easy, hard = int(np.argmax(rate)), int(np.argmin(rate))
+    request, *columns = (np.concatenate([getattr(done, name) for done in steps])
+                         for name in ("requests", "features", "num_verified", "accepted"))
+    first, last = np.array_split(np.flatnonzero(request % kinds == easy), 2)
+    between = np.flatnonzero(request % kinds == hard)[:len(first)]
+    phases = (easy, first), (hard, between), (easy, last)
+    run.title("The online fit follows a switch of workload: predicted (p) and seen (s) acceptance",
+              f"one refit a round, on about {len(drafts.seen) // kinds // 2 // rounds:,} labels")
+    estimator, late = av.AcceptanceEstimator(run.K, refit_every=1), []
+    for kind, rows in phases:
+        gaps = []
+        for part in np.array_split(rows, rounds):
+            features, verified, accepted = (torch.from_numpy(x[part]) for x in columns)
+            position = torch.arange(run.K)
+            some = (position < verified[:, None]) & (position <= accepted[:, None])
+            p = estimator.predict(features)[some].mean().item()
+            s = (position < accepted[:, None])[some].double().mean().item()
+            estimator.observe(features, verified, accepted)
+            gaps.append(abs(p - s))
+            line = [" "] * 51
+            line[round(50 * s)], line[round(50 * p)] = "s", "p"
+            print(f"  {run.pair.kinds[kind]:8} {p:.3f} {s:.3f}  |{''.join(line)}|", flush=True)
+        late.append(next((i for i, gap in enumerate(gaps) if gap < 0.03), None))
+    print("  refits until predicted and seen are within 0.03 of each other, by phase: "
+          + ", ".join("none was enough" if n is None else str(n) for n in late))
+
+
+# 4. Slopes and intercepts, text by text and pair by pair.
+
+BY_WORKLOAD = """gsm8k 0.781 0.562 0.5365 +0.478; humaneval 0.751 0.669 0.5135 +0.486;
+speed-bench low 0.755 0.703 0.5087 +0.610; mt-bench 0.714 0.800 0.5495 +0.181;
+speed-bench high 0.642 1.077 0.5197 -0.089"""
+BY_PAIR = """DSV4-Flash + DSpark (5 drafts) 0.5013 0.0250 +0.279;
+MiMo-V2.5-Pro + DFlash (8) 0.5197 0.0415 -1.000; Inkling + MTP (8) 0.5859 0.0349 -0.572;
+Muse-Glimmer-30B + DFlash2 (7) 0.4450 0.0323 +0.167"""
+
+
+def slopes(d: Drafts, K: int) -> np.ndarray:
+    """Acceptance, mean draft entropy, slope, intercepts."""
+    return np.array([d.seen.mean(), d.entropy.mean(),
+                     *fit_logistic(design(d.top, d.position, K), d.seen)])
+
+
+def print_workloads(run: Run, drafts: Drafts, measured: str):
+    """A row per kind of text; is it the slope or the intercept that follows the entropy?"""
+    run.title("Slope and intercepts by workload, all labels of each", measured)
+    print(f"{'':20}accepted  entropy   slope    b_0     (b_1 ...)")
+    kinds = run.pair.kinds
+    ours = [slopes(drafts.where(drafts.request % len(kinds) == k), run.K)
+            for k in range(len(kinds))]
+    for kind, (a, h, w, b, *more) in zip(kinds, ours):
+        print(f"  {kind:18}{a:7.3f}{h:10.3f}{w:9.4f}{b:+9.3f}    "
+              + " ".join(f"{x:+.2f}" for x in more))
+    published = [row.split() for row in BY_WORKLOAD.split(";")]
+    for *name, a, h, w, b in published:
+        print(paint(f"  {' '.join(name):18}{a:>7}{h:>10}{w:>9}{b:>9}    published", "dim"))
+    for what, table in (("here", np.array(ours)[:, :4]),
+                        ("published", np.array([row[-4:] for row in published], float))):
+        r = np.corrcoef(table.T)[1, 2:]
+        print(f"  correlation with entropy, {what}: slope {r[0]:+.2f}, b_0 {r[1]:+.2f} "
+              f"({len(table)} points)")
+
+
+def print_pairs(run: Run, drafts: Drafts, wanted: int):
+    """A row per pair: this one, one with a smaller drafter, this one at another temperature."""
+    run.title("Slope and first intercept by pair", "sd: over bootstrap draws of the requests")
+    print(f"{'':35}accepted  entropy   slope    sd       b_0     labels")
+    other = 0.7 if run.law["temperature"] != 0.7 else 1.0
+    pairs = {"this pair": (None, run.law),
+             f"temperature {other}": (run.pair.drafter, {**run.law, "temperature": other})}
+    if run.pair.kinds:
+        pairs["a drafter of half the width"] = small_drafter(run.pair.drafter, run.quick), run.law
+    for name, (drafter, law) in pairs.items():
+        d = collect(run, drafter, law, wanted, name)[0] if drafter else drafts
+        a, h, w, b, *_ = slopes(d, run.K)
+        sd = bootstrap(d.request, lambda i, d=d: slopes(d.where(i), run.K)[2], 20).std()
+        print(f"  {name:33}{a:7.3f}{h:10.3f}{w:9.4f}{sd:9.4f}{b:+9.3f}{len(d.seen):10,}",
+              flush=True)
+    for *name, w, sd, b in (row.split() for row in BY_PAIR.split(";")):
+        print(paint(f"  {' '.join(name):50}{w:>9}{sd:>9}{b:>9} published", "dim"))
+
+
+# 5. What a rule does that looks at the drawn token: two examples small enough to enumerate.
+
+
+def next_token_law(p, q: Callable, K: int, verified: Callable) -> np.ndarray:
+    """Exact law of the next token (V,): target p at each position, drafter q(drafts so far).
+
+    `verified(drafts)` drafts are checked. Every draft that can be drawn is gone through.
+    """
+    law = np.zeros(len(p))
+    for drafts in itertools.product(range(len(p)), repeat=K):
+        weight = math.prod(q(drafts[:i])[x] for i, x in enumerate(drafts))
+        if not verified(drafts):
+            law += weight * p  # not one is checked: the target draws
+            continue
+        x, q_0 = drafts[0], q(())
+        accept, residual = min(1, p[x] / q_0[x]), np.maximum(p - q_0, 0)
+        law[x] += weight * accept
+        law += weight * (1 - accept) * residual / max(residual.sum(), 1e-300)
+    return law
+
+
+def biased_rules() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """{rule: (law of the next token, the target's)}, by enumeration."""
+    p, one = np.array([0.5, 0.5]), np.array([0.2, 0.8])
+    cost = av.CostTable({1: 1e-9}, {1: 1, 2: 1.9, 3: 1.9, 4: 2.8})  # 0, 1, 2 drafts: 1, 1.9, 1.9
+
+    def two(drafts):  # this drafter is sure of itself after token a
+        return np.array([0.99, 0.01]) if drafts == (0,) else p
+
+    def trimmed(drafts, budget=None):
+        rows = torch.tensor(np.array([two(drafts[:i]) for i in range(2)])).log()
+        # Slope 1, intercept 0: the confidence is q_max itself.
+        survival = torch.sigmoid(av.logit_q_max(rows).double()).cumprod(0)[None]
+        if budget is None:
+            budget = av.draft_budget(survival.numpy(), cost)
+        return av.trim(survival, budget).item()
+
+    laws = {"verify if q(drawn token) >= 0.5": next_token_law(
+                p, lambda drafts: one, 1, lambda drafts: one[drafts[0]] >= 0.5),
+            "verify if q_max >= 0.5 (shipped)": next_token_law(
+                p, lambda drafts: one, 1, lambda drafts: one.max() >= 0.5),
+            "budget from this step's survivals": next_token_law(p, two, 2, trimmed)}
+    for budget in range(3):
+        laws[f"a budget of {budget} from before (shipped)"] = next_token_law(
+            p, two, 2, functools.partial(trimmed, budget=budget))
+    return {rule: (law, p) for rule, law in laws.items()}
+
+
+def print_biased(run: Run):
+    """How far from the target each rule is."""
+    run.title("What a rule does that looks at the drawn token: the next token, two small examples",
+              "enumerated, nothing is drawn")
+    for rule, (law, target) in biased_rules().items():
+        far = np.abs(law - target).sum() / 2
+        print(f"  {rule:40}P(a) {law[0]:.3f} for {target[0]:.3f}   total variation {far:.3f}")
+
+
+# 6. The same loop with another confidence.
+
+
+class Fixed(av.AcceptanceEstimator):
+    """A confidence that comes from elsewhere and learns nothing: confidence(features, position)."""
+
+    def __init__(self, K: int, confidence: Callable, device):
+        super().__init__(K, device=device)
+        self.predict = lambda features, position: confidence(features.double(), position)
+        self.steps = self.refit_every + 1  # nothing to wait for
+
+    def observe(self, *labels):
+        """Count the step."""
+        self.steps += 1
+
+
+class Oracle:
+    """The drafter, which also runs the target to know the chance of each draft: the ceiling.
+
+    What it would never be given in use takes no time on its arm's clock (`free_seconds`).
+    """
+
+    def __init__(self, run: Run, load: int):
+        self.drafter, self.target = (av.SlotLM(model, load, longest(run.pair))
+                                     for model in (run.pair.drafter, run.pair.target))
+        self.law, self.device, self.free_seconds = run.law, run.pair.target.device, 0.0
+
+    def time(self) -> float:
+        """Now, with all that was asked of the device done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def logits(self, tokens, lengths, slots):
+        """The drafter's; and on the side the chance to be accepted of what will be drawn."""
+        logits, began = self.drafter.logits(tokens, lengths, slots), self.time()
+        self.chance = overlap(self.target.logits(tokens, lengths, slots), logits, self.law)
+        self.free_seconds += self.time() - began
+        return logits
+
+    def commit(self, slots, lengths):
+        """To both."""
+        self.drafter.commit(slots, lengths), self.target.commit(slots, lengths)
+
+    def reset(self, slot):
+        """To both."""
+        self.drafter.reset(slot), self.target.reset(slot)
+
+
+def print_ingredients(run: Run, fit: Drafts, online: av.AcceptanceEstimator):
+    """Tokens per second of verification with each confidence, all at once by turns."""
+    K, load, device = run.K, run.loads[-1], run.pair.target.device
+    head = torch.from_numpy(fit_logistic(design(fit.hidden, fit.position, K), fit.seen, 1.0)).to(
+        device)
+    oracle, plan = Oracle(run, load), (K, "verification")
+    learned = av.AcceptanceEstimator(K, device=device)
+    learned.theta, learned.steps = online.theta.to(device), learned.refit_every + 1
+    with last_hidden(run.pair.drafter, 1) as hidden:
+        confidences = {
+            "q_max, no fit (EAGLE-2)": lambda f, i: torch.sigmoid(f),
+            "trained head": lambda f, i: torch.sigmoid(
+                hidden[0].double() @ head[:-K] + head[i - K]),
+            "q_max >= 0.5 (Draft & Verify)": lambda f, i: (f >= 0).double(),
+            "the truth, sum min(p, q)": lambda f, i: oracle.chance}
+        run = replace(run, estimators={"online fit": learned} | {
+            name: Fixed(K, confidence, device) for name, confidence in confidences.items()})
+        arms = [(f"fixed {K}", K, "fixed"), *((name, *plan) for name in run.estimators)]
+        arms[-1] += (oracle,)
+        run.rounds *= 3  # the arms differ by a few per cent only
+        run.pair = run.pair._replace(prompts=run.pair.prompts[1::2])  # none that was fitted on
+        status("measuring costs")
+        cost = av.measure_costs(run.pair.target, run.pair.drafter, run.pair.prompts,
+                                num_speculative_tokens=K, max_batch_size=load,
+                                context_length=longest(run.pair) // 2, **run.law)
+        first = Arm(run, load, cost, *arms[1])  # its steps show what the table still gets wrong
+        for _ in range(4 if run.quick else 30):
+            first.decoder.step()
+        cost = first.decoder.cost
+        cost.learning = False  # the same costs for all: the oracle's steps take other times
+        run.title(f"What a good confidence buys: verification, {load} requests, all else equal")
+        print(f"{'':32}tokens/s               over fixed {K}, ± 95 %     out  verified  kept")
+        race(run, load, arms, cost, print_arms)
+
+
+def print_arms(load: int, arms: list[Arm]):
+    """The rows of that table; out, verified: per request and step."""
+    for arm in arms:
+        out, _, verified = arm.per_step()
+        ratios = arm.over(arms[0])
+        error = 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
+        gain = f"{statistics.mean(ratios) - 1:+7.1%} ± {error:.1%}" if arm is not arms[0] else ""
+        print(f"  {arm.name:30}{arm.rate:8.0f} {arm.spread:16}{gain:21}{out:7.2f}{verified:8.2f}"
+              f"{(out - 1) / verified:8.0%}", flush=True)
+
+
+def study(run: Run, args):
+    """All of it, each table as soon as it is measured."""
+    prompts, wanted = len(run.pair.prompts), 4_000 if run.quick else 50_000
+
+    def half(requests):  # no prompt is in both
+        return requests % prompts % 2 == 0
+
+    if prompts < 2:
+        raise ValueError("the study fits on some prompts and scores on others: give at least 2")
+    drafts, steps = collect(run, run.pair.drafter, run.law, wanted, "decoding, all verified")
+    fit, held = drafts.where(half(drafts.request)), drafts.where(~half(drafts.request))
+    measured = (f"{len(drafts.seen):,} labels of {len(np.unique(drafts.request))} requests, "
+                f"{len(held.seen):,} held out; all {run.K} drafts verified, load {run.loads[-1]}")
+    status("fitting each feature and the confidence head")
+    rows = predictions(run.K, fit, held)
+    print_features(run, held, rows, measured)
+    print_head(run, held, rows, measured)
+    online = print_fit(run, fit, held, rows["logit q_max (shipped)"][0], steps, half, measured)
+    print_damping(run, held, steps, half)
+    if run.pair.kinds:
+        print_switch(run, drafts, steps)
+        print_workloads(run, drafts, measured)
+    else:
+        print("\n(no kinds of text here: the switch and the table by workload are left out, and "
+              "so is a smaller drafter)")
+    print_pairs(run, drafts, wanted // 5)
+    print_biased(run)
+    print_ingredients(run, fit, online)
+
+
+# ---------------------------------------------------------------------------------------------
+# 8. Main.
+
+COMMANDS = {"show": show, "sweep": sweep, "study": study}
+LOADS = {"show": [1, 16, 64], "sweep": [1, 4, 16, 64, 256], "study": [64]}
 
 
 def arguments() -> argparse.Namespace:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import av
+import demo
 
 FALSE_ALARM = 1e-6
 HERE = pathlib.Path(__file__).parent
@@ -482,7 +483,7 @@ def test_logits_from_the_cache_are_those_without_it():
                           for s, d in zip(slots, drafts.tolist())])
         assert torch.allclose(got, want, atol=1e-5)
         lengths[slots] += 1 + (rng.random(len(slots)) * (drafts.numpy() + 1)).astype(int)
-        lm.commit(np.arange(4), lengths)  # some drafts were accepted, the others are other tokens now
+        lm.commit(np.arange(4), lengths)  # the rejected ones become other tokens
         tokens = torch.where(torch.arange(64) < torch.tensor(lengths)[:, None] - 1, tokens,
                              torch.randint(0, 64, (4, 64)))
 
@@ -1081,6 +1082,118 @@ def test_memory_and_state_do_not_grow():
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert sizes[2] - sizes[1] < 20_000 and len(decoder.slots) == 4
+
+
+# ------------------------------------------------------------------------ the study's statistics
+
+
+def test_auc_by_hand():
+    """Ties broken by order of memory, or ranks off by one, would shift every AUC of the study.
+
+    Accepted at .9, .5; rejected at .5, .1. Of the four pairs three are in order and one ties:
+    3.5/4. All scores equal: 1/2. Against all pairs, on scores with many ties, to rounding.
+    """
+    seen = np.array([True, True, False, False])
+    assert demo.auc(seen, np.array([0.9, 0.5, 0.5, 0.1])) == 3.5 / 4
+    assert demo.auc(seen, np.array([0.1, 0.5, 0.5, 0.9])) == 0.5 / 4
+    assert demo.auc(seen, np.full(4, 0.3)) == 0.5
+    rng = np.random.default_rng(0)
+    seen, score = rng.random(200) < 0.6, rng.integers(0, 12, 200) / 3
+    above = score[seen][:, None] - score[~seen]
+    assert demo.auc(seen, score) == pytest.approx(((above > 0) + 0.5 * (above == 0)).mean())
+
+
+def test_log_loss_by_hand():
+    """A chance taken for the wrong outcome, or a logarithm of 0, would make the losses worthless.
+
+    -log of .8, of 1 - .25 and of 1, over three: (0.22314 + 0.28768 + 0) / 3.
+    """
+    seen = np.array([True, False, True])
+    assert demo.log_loss(seen, np.array([0.8, 0.25, 1.0])) == pytest.approx(0.170275, abs=1e-6)
+    assert demo.log_loss(np.array([False]), np.array([1.0])) == pytest.approx(-np.log(1e-12))
+
+
+def test_ece_by_hand():
+    """An error averaged over bins instead of drafts, or a lost bin at 1, would look calibrated.
+
+    Ten bins. In .8 to .9: predicted .8, .88, .84 (mean .84), seen 2/3. In .2 to .3: .2, seen 0.
+    In .9 to 1: 1, seen 1. So (3 |.84 - 2/3| + 1 |.2 - 0| + 0) / 5 = 0.144. In one bin it is the
+    difference of the means: |3.72 - 3| / 5, the same here, as both bins err to one side.
+    """
+    predicted = np.array([0.8, 0.88, 0.84, 0.2, 1.0])
+    seen = np.array([True, True, False, False, True])
+    assert demo.ece(seen, predicted) == pytest.approx(0.144)
+    assert demo.ece(seen, predicted, bins=1) == pytest.approx(0.144)
+    assert demo.ece(np.array([True, False]), np.array([0.0, 1.0])) == 1.0
+    assert demo.ece(np.array([True, False]), np.array([0.0, 1.0]), bins=1) == 0.0
+
+
+def test_logistic_fit_by_hand():
+    """A fit that stops early would be called the optimum that the online fit is measured by.
+
+    One constant column, 3 of 4 accepted: log-odds log 3. A column of two groups, 3 of 4 and 1 of 2:
+    log 3 and 0.
+    """
+    seen = np.array([True, True, True, False])
+    assert demo.fit_logistic(np.ones((4, 1)), seen) == pytest.approx(np.log([3.0]), abs=1e-5)
+    groups, seen = np.eye(2)[[0, 0, 0, 0, 1, 1]], np.append(seen, [True, False])
+    assert demo.fit_logistic(groups, seen) == pytest.approx([np.log(3.0), 0.0], abs=1e-5)
+
+
+def test_logistic_fit_is_the_minimum():
+    """At the optimum the gradient vanishes and no neighbour is better; separable labels stay finite
+    by the ridge."""
+    rng = np.random.default_rng(1)
+    x = demo.design(3 * rng.standard_normal(500), rng.integers(0, 3, 500), 3)
+    seen = rng.random(500) < demo.sigmoid(x @ [0.7, 1.0, -0.5, 0.2])
+    theta = demo.fit_logistic(x, seen)
+    assert np.abs(x.T @ (demo.sigmoid(x @ theta) - seen)).max() < 1e-4
+    best = demo.log_loss(seen, demo.sigmoid(x @ theta))
+    for _ in range(100):
+        assert demo.log_loss(seen, demo.sigmoid(x @ (theta + 0.01 * rng.standard_normal(4)))) > best
+    separable = demo.fit_logistic(np.array([[-1.0], [1.0]]), np.array([False, True]), ridge=1e-3)
+    assert 3 < separable[0] < 20
+
+
+def test_bootstrap_resamples_requests():
+    """Labels of one request are no fresh draws: two requests, all 0 and all 1, give 0, 1/2 or 1."""
+    group, value = np.array([7] * 50 + [9] * 50), np.array([0.0] * 50 + [1.0] * 50)
+    draws = demo.bootstrap(group, lambda rows: value[rows].mean())
+    assert set(draws) == {0.0, 0.5, 1.0}
+
+
+def test_rules_that_look_at_the_drawn_token_are_biased():
+    """The study must show what the worked examples say: 0.4 and 0.75 for 0.5, and shipped 0.5."""
+    first_is_a = {rule: law[0] for rule, (law, _) in demo.biased_rules().items()}
+    assert first_is_a.pop("verify if q(drawn token) >= 0.5") == pytest.approx(0.4)
+    assert first_is_a.pop("budget from this step's survivals") == pytest.approx(0.75)
+    assert len(first_is_a) == 4 and all("shipped" in rule for rule in first_is_a)
+    assert list(first_is_a.values()) == pytest.approx([0.5] * 4)
+    for law, _ in demo.biased_rules().values():
+        assert law.sum() == pytest.approx(1.0)
+
+
+def test_what_the_study_collects_is_what_happened():
+    """A row off by one in the target's logits or the hidden states would spoil every table.
+
+    With the target as its own drafter the true chance is 1 everywhere and all is accepted. With an
+    unlike drafter, the labels are those of the steps, and the features those of av.
+    """
+    target = llama()
+    pair = demo.Pair("", target, noisy(target, 0.3), [[1, 2, 3], [4, 5], [6]], str)
+    run = demo.Run(pair, 3, dict(temperature=0.8, top_p=0.9), [4], 0, 1, True)
+    same, _ = demo.collect(run, copy.deepcopy(target), run.law, 200, "")
+    assert same.seen.all() and same.limit == pytest.approx(1.0, abs=1e-4)
+    d, steps = demo.collect(run, pair.drafter, run.law, 1500, "")
+    assert d.seen.sum() == sum(step.accepted.sum() for step in steps)
+    features = np.concatenate([s.features[:, i][(i <= s.accepted) & (i < s.num_verified)]
+                               for s in steps for i in range(3)])
+    assert d.top == pytest.approx(features)
+    # The true chance is calibrated: its mean is that of the labels (4.9 sd, FALSE_ALARM 1e-6).
+    sd = np.sqrt((d.limit * (1 - d.limit)).sum()) / len(d.seen)
+    assert abs(d.limit.mean() - d.seen.mean()) < 4.9 * sd
+    logits = pair.drafter.get_output_embeddings()(torch.from_numpy(d.hidden))
+    assert av.logit_q_max(logits, 0.8).detach().numpy() == pytest.approx(d.top, abs=1e-3)
 
 
 # ------------------------------------------------------------------------ the texts
