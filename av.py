@@ -75,7 +75,7 @@ def _keep_from(probs, floor):
     probs.div_(probs.sum(-1, keepdim=True))
 
 
-def _nucleus_floor(probs, top_p, k=32):
+def _nucleus_floor(probs, top_p, k=64):
     """Smallest probability inside the top-p nucleus, (..., 1): a threshold, without a full sort."""
     k = min(k, probs.shape[-1]) if probs.is_cpu else probs.shape[-1]  # a second look needs a host
     top = probs.topk(k).values  # (..., k), descending
@@ -367,22 +367,32 @@ class Ragged:
         # Logits are wanted after the last pending token (the law of draft 0) and after each draft.
         self.keep = (offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
         self.layers = set()  # that have attended
-        # Attention pads: one call for all, as wide as the widest row that is not a prompt, and one
-        # for each prompt. Where the counts cannot be read freely, an upper bound is the width.
+        # Attention pads: one call for all rows, of so many queries each; one more for the rows that
+        # bring more, if their cache is worth copying; and one for each prompt. Where the counts
+        # cannot be read freely, an upper bound serves, and a single call.
         free, (_, cached, pending) = device.type in READ_FREELY, table
         widths = counts.numpy() if free else pending + min(budget, max_drafts)
-        prompts = np.flatnonzero(pending > 2)
-        width = int(widths[pending <= 2].max(initial=1))
-        self.calls, ends = [], np.arange(len(widths)) * width
-        for lo, hi, w in [(0, len(widths), width)] + [(i, i + 1, int(widths[i])) for i in prompts]:
+        short, n = pending <= 2, len(widths)
+        widest = width = int(widths[short].max(initial=1))
+        if free:
+            width = min(range(1, widest + 1), key=lambda w: n * w + (
+                (more := (short & (widths > w)).sum()) and 32 + more * (widest + 8)))
+        wide = np.flatnonzero(short & (widths > width))
+        self.calls, ends, end = [], np.zeros(n, int), 0
+        for group, w in [(np.arange(n), width), (wide, widest)] + [
+                (np.array([i]), int(widths[i])) for i in np.flatnonzero(~short)]:
+            if not len(group):
+                continue
+            view = dense and group[-1] + 1 - group[0] == len(group)
+            of = torch.from_numpy(group).to(device)
             at = torch.arange(w, device=device)
-            self.calls.append((slice(slots[0] + lo, slots[0] + hi) if dense else slot[lo:hi],
-                               (first[lo:hi, None] + at).clamp(max=T - 1).flatten(),
-                               start[lo:hi, None] + at,
-                               int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
+            self.calls.append((
+                slice(slots[0] + group[0], slots[0] + group[-1] + 1) if view else slot[of],
+                (first[of, None] + at).clamp(max=T - 1).flatten(), start[of, None] + at,
+                int((cached + np.minimum(widths, w))[group].max()), {}))
+            ends[group], end = end + w * np.arange(len(group)), end + w * len(group)
         # Each token's place in the outputs, one call's behind the other's; padding has none.
-        ends[prompts] = len(widths) * width + np.cumsum(widths[prompts]) - widths[prompts]
-        self.plain = free and not len(prompts) and T == len(widths) * width  # nothing is padded
+        self.plain = free and len(self.calls) == 1 and T == n * width  # nothing is padded
         self.place = None if self.plain else torch.from_numpy(ends).to(device)[row] + offset
 
 
@@ -606,7 +616,7 @@ class Decoder:
         self.index, self.slots = np.full(B, -1), np.arange(0)  # request of each slot; those in use
         self.survival = np.ones((B, K))  # of each request's last step
         self.q = torch.zeros(B, K, self.target.vocab_size, device=self.device, dtype=torch.float32)
-        self.mean_confidence = np.ones(K)  # of the last steps
+        self.acceptance = np.full(K, 0.7)  # of labelled drafts, lately, by position
         self.earned, self.price = np.zeros(2), 0.0  # joint: expected tokens, ms; tokens per ms
         self.spent = 0.0  # joint: drafts verified in a step, lately
         self.stats = Stats(*np.zeros((3, K), int))
@@ -664,7 +674,8 @@ class Decoder:
         One step in each round of the estimator drafts and verifies everything: a position that is
         never verified is never learned again.
         """
-        explore = self.estimator and self.estimator.steps % self.estimator.refit_every == 0
+        explore = self.estimator and self.estimator.steps % (
+            self.estimator.refit_every * (4 if self.plan == "joint" else 1)) == 0
         if self.plan == "fixed" or explore:
             return int(limits.sum())
         if self.plan == "joint":
@@ -684,6 +695,7 @@ class Decoder:
         survival = torch.full((R, K), -1.0, dtype=torch.float64, device=device)
         finite, q = torch.ones((), dtype=torch.bool, device=device), self.q[:R]
         alive, rows = torch.ones(R, dtype=torch.float64, device=device), np.arange(R)
+        self.fed = []  # tokens of each drafter pass
         for i in range(K):
             rows = rows[limits[rows] > i]
             if budget is None:
@@ -691,6 +703,8 @@ class Decoder:
             if not len(rows):
                 break
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
+            known = self.drafter.cached[slots] if hasattr(self.drafter, "cached") else ends - 1
+            self.fed.append(int((ends - known).sum()))
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
             finite = finite & logits.amax(-1).isfinite().all()
             law = F.pad(warp(logits, **self.sampling), (0, V - logits.shape[1]))  # q = 0 beyond
@@ -713,7 +727,7 @@ class Decoder:
         of a drafter pass. LOSSLESS: reads only what was known before any draft i was drawn.
         (This reads back once a pass, and joint's trim once a step: free on a CPU.)
         """
-        value = _read_back(alive)[rows] * self.mean_confidence[i] - self.slot_price(other)
+        value = _read_back(alive)[rows] * self.acceptance[i] - self.slot_price(other)
         order = np.argsort(-value, kind="stable")
         net = np.cumsum(value[order]) - self.price * self.cost.draft(np.arange(1, len(rows) + 1))
         m = int(np.argmax(net)) + 1 if len(rows) and net.max() > 0 else 0
@@ -721,8 +735,10 @@ class Decoder:
 
     def slot_price(self, other):
         """Joint: the tokens that the time to verify one more draft would have earned otherwise."""
-        span = max(1, len(self.slots) // 4, int(self.spent))  # where the table was tried lately
-        return self.price * (self.cost.verify(other + span) - self.cost.verify(other)) / span
+        spent = int(self.spent)  # the slope of the costs, from half of what was spent lately on
+        span = max(1, len(self.slots) // 4, spent)
+        low, high = self.cost.verify(other + spent // 2 + np.array([0, span]))
+        return self.price * (high - low) / span
 
     def commit(self, done: Step, target_tokens: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
@@ -738,21 +754,21 @@ class Decoder:
         self.ends[slots[stop.any(1)]] = self.lengths[slots[stop.any(1)]]
         for model in self.models:
             model.commit(slots, self.lengths[slots])
-        stats.verified += (position[:K] < done.num_verified[:, None]).sum(0)
-        stats.accepted += (position[:K] < done.accepted[:, None]).sum(0)
+        verified, accepted = (position[:K] < n[:, None] for n in (done.num_verified, done.accepted))
+        stats.verified += verified.sum(0)
+        stats.accepted += accepted.sum(0)
         stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + len(slots)
         stats.committed += int(count.sum())
         stats.target_tokens += target_tokens
-        drafted = done.survival >= 0  # (R, K)
-        before = np.pad(done.survival, ((0, 0), (1, 0)), constant_values=1.0)[:, :K]
-        change = done.survival / np.maximum(before, 1e-9) - self.mean_confidence
-        self.mean_confidence += 0.2 * np.where(drafted, change, 0).mean(0)
+        labelled = verified & (position[:K] <= done.accepted[:, None])
+        self.acceptance += (accepted.sum(0) - labelled.sum(0) * self.acceptance) / (
+            labelled.sum(0) + 100)
         # Where nothing was drafted, the request is expected to go on as all do.
-        self.survival[slots] = np.where(drafted, done.survival, self.mean_confidence.cumprod())
+        self.survival[slots] = np.where(done.survival < 0, self.acceptance.cumprod(), done.survival)
 
     def account(self, done: Step, other: int, budget: int, clock: list, began: float):
         """Where the time went, what the cost table had said, and what a millisecond earns."""
-        seconds, passes = done.seconds, (done.survival >= 0).sum(0)
+        seconds = done.seconds
         for name, a, b in zip(("draft", "verify"), clock, clock[1:]):
             seconds[name] = b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
         seconds["rest"] = time.perf_counter() - began - sum(seconds.values())
@@ -760,8 +776,8 @@ class Decoder:
             self.stats.seconds[name] += seconds[name]
         if self.cost is None:
             return
-        draft, verify, fed = self.cost.draft, self.cost.verify, passes[passes > 0]
-        drafting = draft(fed)  # (passes,) ms
+        draft, verify = self.cost.draft, self.cost.verify
+        drafting = draft(np.array(self.fed, int))  # (passes,) ms
         R = len(done.requests)
         gain = R + done.survival[np.arange(self.K) < done.num_verified[:, None]].sum()
         # Prompts are left out of the price: they cost the same whatever the plan.
@@ -769,7 +785,7 @@ class Decoder:
         self.price = self.earned[0] / self.earned[1]
         seconds["predicted"] = (drafting.sum() + verify(other + budget)) / 1e3
         if self.cost.learning:
-            for n, ms in zip(fed, drafting * seconds["draft"] * 1e3 / max(drafting.sum(), 1e-9)):
+            for n, ms in zip(self.fed, drafting * seconds["draft"] * 1e3 / max(drafting.sum(), 1e-9)):
                 draft.learn(n, ms)
             verify.learn(other + budget, 1e3 * (seconds["verify"] + seconds["rest"]))
 
@@ -785,7 +801,7 @@ class Decoder:
             if self.index[slot] >= 0:
                 self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
                 self.text[slot, :n] = prompt  # it is fed like any pending token
-                self.survival[slot] = self.mean_confidence.cumprod()  # nothing else is known
+                self.survival[slot] = self.acceptance.cumprod()  # nothing else is known
                 for model in self.models:
                     model.reset(slot)
         self.slots = np.flatnonzero(self.index >= 0)
@@ -820,7 +836,7 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     decoder.admit()
     decoder.admit, draft, verify = lambda: None, {}, {}  # these requests stay
     for R, share in [(r, 0.0) for r in sorted({1, -(-B // 4), -(-B // 2)} - {B})] + [
-            (B, share) for share in (0, 0.125, 0.25, 0.5, 1)]:
+            (B, share) for share in (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]:
         times, decoder.slots, budget = [], np.arange(R), int(share * K * R)
         decoder.choose_budget = lambda *_: budget
         for _ in range(repeats + 1):

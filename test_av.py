@@ -358,7 +358,7 @@ def test_a_step_of_the_real_loop_emits_exactly_the_target_law(plan, monkeypatch)
     for b, price, mean in ((1, 0.21, 0.9), (2, 0.31, 0.6), (3, 0.44, 0.95)):
         cliff = {1: 1, 2 + b: 1.01, 3 + b: 9, 64: 90} if plan == "verification" else {1: 1, 64: 64}
         decoder = step_decoder(plan, K, [[0], [1]], P3, Q3, av.CostTable({1: 0.01}, cliff))
-        decoder.price, decoder.mean_confidence[:] = price, mean
+        decoder.price, decoder.acceptance[:] = price, mean
         starts = [decoder.text[r, decoder.lengths[r] - 1] for r in range(2)]
         total, seen = laws_of_a_step(decoder, monkeypatch)
         varied |= seen
