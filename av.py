@@ -274,10 +274,12 @@ class Curve:
         """Milliseconds for `tokens` (an int or an array, >= 0)."""
         if np.min(tokens, initial=0) < 0:
             raise ValueError(f"tokens must be >= 0, got {tokens}")
-        # One point alone goes on in proportion, as if (0, 0) stood before it.
-        x, y = np.append(0, self.tokens)[-2:], np.append(0, self.ms)[-2:]
-        slope = (y[1] - y[0]) / (x[1] - x[0])
-        return np.interp(tokens, self.tokens, self.ms) + slope * np.maximum(0, tokens - x[1])
+        # Beyond the last point: its slope; of a last flat piece that of the whole curve; and one
+        # point alone goes on in proportion, as if (0, 0) stood before it.
+        x, y = (self.tokens, self.ms) if len(self.tokens) > 1 else ([0, *self.tokens], [0, *self.ms])
+        before = -2 if y[-1] > y[-2] else 0
+        slope = (y[-1] - y[before]) / (x[-1] - x[before])
+        return np.interp(tokens, self.tokens, self.ms) + slope * np.maximum(0, tokens - x[-1])
 
     def learn(self, tokens: int, ms: float, rate: float = 0.1):
         """Move the points next to `tokens` towards a step that really took `ms`."""
@@ -302,19 +304,29 @@ class CostTable:
             warnings.warn("verify costs are flat: trimming can never pay", stacklevel=2)
 
 
-def draft_budget(survival: np.ndarray, cost: CostTable, non_draft_tokens: int | None = None) -> int:
-    """The number of drafts, over all requests, that maximises expected tokens per millisecond.
+def plan_step(survival: np.ndarray, draft_ms: dict, verify_ms: np.ndarray) -> tuple[int, int]:
+    """The depth and the draft budget that maximise expected tokens per millisecond.
 
-    survival (B, K), negative where no draft can be used; non_draft_tokens: query tokens of the step
-    that are no drafts (default: B). A global argmax, for a table may be a staircase; of equal ones
+    survival (B, K), negative where no draft can be used; draft_ms: {depth: time to draw so many
+    drafts for each request}; verify_ms: (B * K + 1,), the rest of the step by budget, the number of
+    drafts to verify over all requests. A global argmax, for costs may be a staircase; of equal ones
     the smallest. LOSSLESS: pass survivals of *earlier* steps. This step's depend on the tokens
     drawn, so a budget made of them would decide about a draft by looking at it.
     """
+    best = (0.0, 0, 0)
+    for depth, ms in draft_ms.items():
+        usable = survival[:, :depth][survival[:, :depth] >= 0]
+        tokens = len(survival) + np.append(0.0, np.cumsum(np.sort(usable)[::-1]))
+        rate = tokens / (ms + verify_ms[:len(tokens)])
+        budget = int(np.argmax(rate))
+        best = max(best, (rate[budget], depth, budget), key=lambda choice: choice[0])
+    return best[1:]
+
+
+def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
+    """As published, and without prompts in the step: K drafts each, whatever happens, then trim."""
     B, K = survival.shape
-    best = np.sort(survival[survival >= 0])[::-1]
-    tokens = B + np.append(0.0, np.cumsum(best))
-    sent = (B if non_draft_tokens is None else non_draft_tokens) + np.arange(len(tokens))
-    return int(np.argmax(tokens / (K * cost.draft(B) + cost.verify(sent))))
+    return plan_step(survival, {K: K * cost.draft(B)}, cost.verify(B + np.arange(B * K + 1)))[1]
 
 
 def trim(survival: Tensor, budget: int) -> Tensor:
@@ -538,8 +550,7 @@ class SlotLM:
 
 
 # ---------------------------------------------------------------------------------------------
-# 7. The loop. Plain, fixed, adaptive and joint decoding differ in `choose_budget` and
-#    `worth_drafting` only.
+# 7. The loop. Plain, fixed, adaptive and joint decoding differ in `choose` only.
 
 
 @dataclass
@@ -616,9 +627,7 @@ class Decoder:
         self.index, self.slots = np.full(B, -1), np.arange(0)  # request of each slot; those in use
         self.survival = np.ones((B, K))  # of each request's last step
         self.q = torch.zeros(B, K, self.target.vocab_size, device=self.device, dtype=torch.float32)
-        self.acceptance = np.full(K, 0.7)  # of labelled drafts, lately, by position
-        self.earned, self.price = np.zeros(2), 0.0  # joint: expected tokens, ms; tokens per ms
-        self.spent = 0.0  # joint: drafts verified in a step, lately
+        self.confidence = np.full(K, 0.7)  # by position, the mean of the last steps
         self.stats = Stats(*np.zeros((3, K), int))
 
     @torch.no_grad()
@@ -631,18 +640,13 @@ class Decoder:
             return None
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
         other = int((lengths - self.target.cached[slots]).sum())  # query tokens that are no drafts
-        # LOSSLESS: the budget is fixed here, before anything of this step is drawn.
-        budget = self.choose_budget(limits, other)
+        # LOSSLESS: depth and budget are fixed here, before anything of this step is drawn.
+        depth, budget = self.choose(limits, other)
         # 1 + 2. draft, score
-        drafts, q, features, survival, finite = self.draw(limits, other, budget)
+        drafts, q, features, survival, finite = self.draw(np.minimum(limits, depth))
         clock.append(_mark(device))
         # 3. trim
-        if budget is None:  # joint. LOSSLESS: a slot faces a price of earlier steps, not the others
-            num_verified = (survival > self.slot_price(other)).sum(1)  # (R,)
-            budget = int(_read_back(num_verified.sum()))
-            self.spent = 0.9 * self.spent + 0.1 * budget
-        else:
-            num_verified = trim(survival, budget)  # (R,)
+        num_verified = trim(survival, budget)  # (R,)
         # 4. verify: (requests + budget) query tokens; a trimmed draft is not among them
         logits = self.target.logits(self.tokens, lengths, slots, num_verified, budget)
         clock.append(_mark(device))
@@ -668,23 +672,37 @@ class Decoder:
         self.account(done, other, budget, clock, began)
         return done
 
-    def choose_budget(self, limits, other):
-        """How many drafts to verify, from what earlier steps have shown; None: price each slot.
+    def choose(self, limits, other):
+        """Depth and budget of this step, from what earlier steps have shown.
 
         One step in each round of the estimator drafts and verifies everything: a position that is
-        never verified is never learned again.
+        never verified is never learned again. (Joint, where that costs most: in one of four.)
         """
-        explore = self.estimator and self.estimator.steps % (
-            self.estimator.refit_every * (4 if self.plan == "joint" else 1)) == 0
-        if self.plan == "fixed" or explore:
-            return int(limits.sum())
-        if self.plan == "joint":
-            return None
-        usable = np.arange(self.K) < limits[:, None]
-        return draft_budget(np.where(usable, self.survival[self.slots], -1.0), self.cost, other)
+        if self.estimator:
+            period = self.estimator.refit_every
+            if self.plan == "joint" and self.estimator.steps >= 4 * period:
+                period *= 4
+        if self.plan == "fixed" or self.estimator.steps % period == 0:
+            return self.K, int(limits.sum())
+        R, K, draft, verify = len(limits), self.K, self.cost.draft, self.cost.verify
+        survival = np.where(np.arange(K) < limits[:, None], self.survival[self.slots], -1.0)
+        # What prompts cost is left out: it is the same whatever the plan, and would water it down.
+        verify_ms = verify(other + np.arange(R * K + 1)) - verify(other) + verify(R)
+        draft_ms = {depth: depth * draft(R) for depth in range(K + 1)}
+        if self.plan == "verification":
+            return plan_step(survival, {K: draft_ms[K]}, verify_ms)
+        behind = self.pending(self.slots, self.lengths[self.slots]) - other  # catching up first
+        catch_up = draft(R + max(0, behind)) - draft(R)
+        return plan_step(survival, {k: ms + catch_up * (k > 0) for k, ms in draft_ms.items()},
+                         verify_ms)
 
-    def draw(self, limits, other, budget):
-        """Up to K tokens per request, each with its law and its chance to be accepted.
+    def pending(self, slots, ends):
+        """Tokens that the drafter has to read before it can go on from `ends`."""
+        known = self.drafter.cached[slots] if hasattr(self.drafter, "cached") else ends - 1
+        return int((ends - known).sum())
+
+    def draw(self, depths):
+        """Up to `depths` (R,) tokens per request, each with its law and its chance to be accepted.
 
         Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K; -1: not drafted), and
         whether the drafter's logits were finite. What was not drafted holds anything.
@@ -697,14 +715,11 @@ class Decoder:
         alive, rows = torch.ones(R, dtype=torch.float64, device=device), np.arange(R)
         self.fed = []  # tokens of each drafter pass
         for i in range(K):
-            rows = rows[limits[rows] > i]
-            if budget is None:
-                rows = self.worth_drafting(rows, i, alive, other)
+            rows = rows[depths[rows] > i]
             if not len(rows):
                 break
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
-            known = self.drafter.cached[slots] if hasattr(self.drafter, "cached") else ends - 1
-            self.fed.append(int((ends - known).sum()))
+            self.fed.append(self.pending(slots, ends))
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
             finite = finite & logits.amax(-1).isfinite().all()
             law = F.pad(warp(logits, **self.sampling), (0, V - logits.shape[1]))  # q = 0 beyond
@@ -720,26 +735,6 @@ class Decoder:
             self.stats.proposed[i] += len(rows)
         return drafts, q, features, survival, finite
 
-    def worth_drafting(self, rows, i, alive, other):
-        """Joint: of `rows`, those whose draft i should be drawn, by the survival of its prefix.
-
-        The m best rows earn their expected tokens less the price of verifying one, and pay the time
-        of a drafter pass. LOSSLESS: reads only what was known before any draft i was drawn.
-        (This reads back once a pass, and joint's trim once a step: free on a CPU.)
-        """
-        value = _read_back(alive)[rows] * self.acceptance[i] - self.slot_price(other)
-        order = np.argsort(-value, kind="stable")
-        net = np.cumsum(value[order]) - self.price * self.cost.draft(np.arange(1, len(rows) + 1))
-        m = int(np.argmax(net)) + 1 if len(rows) and net.max() > 0 else 0
-        return np.sort(rows[order[:m]])
-
-    def slot_price(self, other):
-        """Joint: the tokens that the time to verify one more draft would have earned otherwise."""
-        spent = int(self.spent)  # the slope of the costs, from half of what was spent lately on
-        span = max(1, len(self.slots) // 4, spent)
-        low, high = self.cost.verify(other + spent // 2 + np.array([0, span]))
-        return self.price * (high - low) / span
-
     def commit(self, done: Step, target_tokens: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
         slots, K, stats, position = self.slots, self.K, self.stats, np.arange(self.K + 1)
@@ -754,20 +749,21 @@ class Decoder:
         self.ends[slots[stop.any(1)]] = self.lengths[slots[stop.any(1)]]
         for model in self.models:
             model.commit(slots, self.lengths[slots])
-        verified, accepted = (position[:K] < n[:, None] for n in (done.num_verified, done.accepted))
-        stats.verified += verified.sum(0)
-        stats.accepted += accepted.sum(0)
+        stats.verified += (position[:K] < done.num_verified[:, None]).sum(0)
+        stats.accepted += (position[:K] < done.accepted[:, None]).sum(0)
         stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + len(slots)
         stats.committed += int(count.sum())
         stats.target_tokens += target_tokens
-        labelled = verified & (position[:K] <= done.accepted[:, None])
-        self.acceptance += (accepted.sum(0) - labelled.sum(0) * self.acceptance) / (
-            labelled.sum(0) + 100)
-        # Where nothing was drafted, the request is expected to go on as all do.
-        self.survival[slots] = np.where(done.survival < 0, self.acceptance.cumprod(), done.survival)
+        # What the next step may expect: of a request what it showed in this one, and where nothing
+        # was drafted, that it goes on as requests do.
+        before = np.pad(done.survival, ((0, 0), (1, 0)), constant_values=1.0)[:, :K]
+        confidence = np.where(done.survival < 0, self.confidence,
+                              done.survival / np.maximum(before, 1e-9))  # (R, K)
+        self.confidence += 0.2 * (confidence - self.confidence).mean(0)
+        self.survival[slots] = confidence.cumprod(1)
 
     def account(self, done: Step, other: int, budget: int, clock: list, began: float):
-        """Where the time went, what the cost table had said, and what a millisecond earns."""
+        """Where the time went, and what the cost table had said; it learns from the difference."""
         seconds = done.seconds
         for name, a, b in zip(("draft", "verify"), clock, clock[1:]):
             seconds[name] = b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
@@ -778,15 +774,10 @@ class Decoder:
             return
         draft, verify = self.cost.draft, self.cost.verify
         drafting = draft(np.array(self.fed, int))  # (passes,) ms
-        R = len(done.requests)
-        gain = R + done.survival[np.arange(self.K) < done.num_verified[:, None]].sum()
-        # Prompts are left out of the price: they cost the same whatever the plan.
-        self.earned = 0.98 * self.earned + [gain, drafting.sum() + verify(R + budget)]
-        self.price = self.earned[0] / self.earned[1]
         seconds["predicted"] = (drafting.sum() + verify(other + budget)) / 1e3
         if self.cost.learning:
-            for n, ms in zip(self.fed, drafting * seconds["draft"] * 1e3 / max(drafting.sum(), 1e-9)):
-                draft.learn(n, ms)
+            for n, ms in zip(self.fed, drafting):  # each its share of what was measured
+                draft.learn(n, ms / drafting.sum() * seconds["draft"] * 1e3)
             verify.learn(other + budget, 1e3 * (seconds["verify"] + seconds["rest"]))
 
     def admit(self):
@@ -801,7 +792,7 @@ class Decoder:
             if self.index[slot] >= 0:
                 self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
                 self.text[slot, :n] = prompt  # it is fed like any pending token
-                self.survival[slot] = self.acceptance.cumprod()  # nothing else is known
+                self.survival[slot] = self.confidence.cumprod()  # nothing else is known
                 for model in self.models:
                     model.reset(slot)
         self.slots = np.flatnonzero(self.index >= 0)
@@ -838,7 +829,7 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     for R, share in [(r, 0.0) for r in sorted({1, -(-B // 4), -(-B // 2)} - {B})] + [
             (B, share) for share in (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]:
         times, decoder.slots, budget = [], np.arange(R), int(share * K * R)
-        decoder.choose_budget = lambda *_: budget
+        decoder.choose = lambda *_: (K, budget)
         for _ in range(repeats + 1):
             s = decoder.step().seconds
             times.append((s["draft"] / K * 1e3, (s["verify"] + s["rest"]) * 1e3))
@@ -846,6 +837,14 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
             for model in decoder.models:
                 model.commit(np.arange(B), decoder.lengths)
         draft[R], verify[R + budget] = np.median(times[1:], axis=0)
+    times = []  # a drafter that is left behind has more to read in its first pass
+    for _ in range(repeats):
+        decoder.drafter.commit(np.arange(B), decoder.lengths - 7)
+        times.append(decoder.step().seconds["draft"] * 1e3)
+        decoder.lengths[:], decoder.ends[:] = n, n + K + 1
+        for model in decoder.models:
+            model.commit(np.arange(B), decoder.lengths)
+    draft[8 * B] = max(draft[B], np.median(times) - (K - 1) * draft[B])
     return CostTable(draft, verify, learning=True)
 
 
