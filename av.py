@@ -39,7 +39,30 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
+
+def _need(ok, name, what, value):
+    if not ok:
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+
+
+def _whole(name, value, low, high=2**62):
+    _need(isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+          and low <= value <= high, name, f"a whole number in {low}..{high}", value)
+    return int(value)
+
+
+def _number(name, value, low, high):
+    _need(isinstance(value, (int, float, np.integer, np.floating)) and low <= value <= high, name,
+          f"a number in {low:g}..{high:g}", value)
+
+
+def _check_law(temperature, top_k, top_p):
+    _number("temperature", temperature, 0, 1e6)
+    _number("top_p", top_p, 0, 1)
+    _need(top_p > 0, "top_p", "above 0", top_p)
+    _whole("top_k", top_k, 0)
+
 
 # ---------------------------------------------------------------------------------------------
 # 1. Sampling: logits -> probabilities -> token. Every law in this file is one of these rows.
@@ -80,6 +103,7 @@ def _nucleus_floor(probs, top_p, k=64):
     k = min(k, probs.shape[-1]) if probs.is_cpu else probs.shape[-1]  # a second look needs a host
     top = probs.topk(k).values  # (..., k), descending
     inside = top.cumsum(-1) - top < top_p
+    inside[..., 0] = True  # at least one, however small top_p is
     floor = top.masked_fill(~inside, 1.0).amin(-1, keepdim=True)
     if k < probs.shape[-1] and (short := inside[..., -1] & (top.sum(-1) < top_p)).any():
         floor[short] = _nucleus_floor(probs[short], top_p, 8 * k)  # only the rows k did not cover
@@ -118,10 +142,12 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     p: (T, V), T = B + sum(num_verified): the target rows of request 0, then of request 1, ...; its
     row i is the law of its draft i, the row after its last verified draft that of the bonus token.
     q: (B, K, V), row i is to the bit the law drafts[:, i] was drawn from; drafts (B, K);
-    num_verified (B,), decided without looking at the drafts it decides about.
-    Returns accepted (B,) in 0..num_verified and next_tokens (B,).
+    num_verified (B,) in 0..K, decided without looking at the drafts it decides about (values are
+    not checked: that would be a read-back). Returns accepted (B,) and next_tokens (B,).
     """
     B, K = drafts.shape
+    _need(q.shape == (B, K, p.shape[1]), "q", f"of shape {B, K, p.shape[1]}", tuple(q.shape))
+    _need(num_verified.shape == (B,), "num_verified", f"{B} counts", tuple(num_verified.shape))
     request = torch.arange(B, device=p.device)
     first = (num_verified + 1).cumsum(0) - (num_verified + 1)  # (B,) p row of the first draft
     position = torch.arange(K, device=p.device)
@@ -174,27 +200,16 @@ class AcceptanceEstimator:
 
     def __init__(self, num_speculative_tokens: int, *, refit_every: int = 100, ridge: float = 1e-3,
                  damping: float = 50.0, slope: float = 0.5, intercept: float = -0.2, device="cpu"):
-        for name, value, ok in [("num_speculative_tokens", num_speculative_tokens, 1),
-                                ("refit_every", refit_every, 1), ("ridge", ridge, 1e-12),
-                                ("damping", damping, 0), ("slope", slope, 0)]:
-            if not ok <= value < np.inf or (ok == 1 and value % 1):
-                kind = "a whole number of" if ok == 1 else "a number of"
-                raise ValueError(f"{name} must be {kind} at least {ok}, got {value}")
-        if not np.isfinite(intercept):
-            raise ValueError(f"intercept must be finite, got {intercept}")
-        K = num_speculative_tokens
-        self.num_speculative_tokens, self.refit_every = K, refit_every
+        K = _whole("num_speculative_tokens", num_speculative_tokens, 1)
+        self.num_speculative_tokens = K
+        self.refit_every = _whole("refit_every", refit_every, 1)
+        for name, value, low in (("ridge", ridge, 1e-12), ("damping", damping, 0),
+                                 ("slope", slope, 0), ("intercept", intercept, -1e6)):
+            _number(name, value, low, 1e6)
         self.ridge, self.damping = ridge, damping
         self.theta = torch.full((K + 1,), float(intercept), dtype=torch.float64, device=device)
         self.theta[0] = slope  # (K+1,) the slope, then one intercept per position
-        self.steps = 0
-        self._clear()
-
-    def _clear(self):
-        K1 = self.num_speculative_tokens + 1
-        self.hessian = self.theta.new_zeros(K1, K1)  # an arrowhead: dense first row and column
-        self.gradient = self.theta.new_zeros(K1)
-        self.counts = self.theta.new_zeros(K1)  # labels of the round: all, then per position
+        self.steps, self.sums = 0, self.theta.new_zeros(6, K)  # of a round, by position
 
     @property
     def slope(self) -> float:
@@ -214,37 +229,46 @@ class AcceptanceEstimator:
         A position has a label iff it was verified and all before it were accepted: the first
         rejection is the last label, and what was not verified has none (which is not label 0).
         """
-        B, K = features.shape
-        position = torch.arange(K, device=features.device)
+        shape = len(num_verified), self.num_speculative_tokens
+        _need(features.shape == shape, "features", f"of shape {shape}", tuple(features.shape))
+        position = torch.arange(features.shape[1], device=features.device)
         labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])  # (B, K)
-        label = (position < accepted[:, None]).double()
-        confidence = self.predict(features)
-        one_hot = torch.eye(K, dtype=torch.float64, device=features.device).expand(B, K, K)
-        x = torch.cat([features.double()[..., None], one_hot], -1)  # (B, K, K+1)
-        x = x * labelled[..., None]
+        f = features.double().where(labelled, 0.0)
+        confidence = self.predict(f)
         # subtle: a draft that was all but sure has no curvature, yet a full residual if it fails:
         # one such surprise would move an intercept by hundreds. So curvature has a floor.
-        curvature = (confidence * (1 - confidence)).clamp(min=self.MIN_CURVATURE)
-        self.hessian = self.hessian + torch.einsum("bki,bkj,bk->ij", x, x, curvature)
-        self.gradient = self.gradient + torch.einsum("bki,bk->i", x, confidence - label)
-        self.counts = self.counts + torch.cat([labelled.sum()[None], labelled.sum(0)])
+        curvature = labelled * (confidence * (1 - confidence)).clamp(min=self.MIN_CURVATURE)
+        residual = labelled * (confidence - (position < accepted[:, None]).double())
+        self.sums = self.sums + torch.stack([curvature * f * f, curvature * f, curvature,
+                                             residual * f, residual, labelled.double()]).sum(1)
         self.steps += 1
         if self.steps % self.refit_every == 0:
             self.refit()
 
+    def system(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the round so far: H (K+1, K+1), g (K+1,), and the labels of each coefficient (K+1,).
+
+        H is an arrowhead, dense in its first row and column only: a draft has one position.
+        """
+        cff, cf, c, rf, r, n = self.sums
+        H = torch.cat([cff.sum()[None], c]).diag()
+        H[0, 1:] = H[1:, 0] = cf
+        return H, torch.cat([rf.sum()[None], r]), torch.cat([n.sum()[None], n])
+
     def refit(self) -> None:
         """One damped Newton step on the round's sums, which then start again from zero."""
-        H = self.hessian + self.ridge * torch.eye(len(self.theta), device=self.theta.device)
-        damp = self.counts / (self.counts + self.damping).clamp(min=1e-9)  # no labels: no step
-        step = -torch.linalg.solve_ex(H, self.gradient).result * damp  # solve_ex: no read-back
+        H, g, labels = self.system()
+        H = H + self.ridge * torch.eye(len(H), device=H.device)
+        damp = labels / (labels + self.damping).clamp(min=1e-9)  # no labels: no step
+        step = -torch.linalg.solve_ex(H, g).result * damp  # solve_ex: no read-back
         # A negative slope would call the surer draft the worse one. It stops at zero, and the
         # intercepts then take the step that fits the slope really taken.
         stop = torch.maximum(step[0], -self.theta[0])
-        alone = -(self.gradient + H[0] * stop)[1:] / H.diagonal()[1:] * damp[1:]
+        alone = -(g + H[0] * stop)[1:] / H.diagonal()[1:] * damp[1:]
         step = torch.cat([stop[None], torch.where(stop > step[0], alone, step[1:])])
         # Nothing moves by more than 1 in a round: a bad spell must not bury a position.
         self.theta = self.theta + step / step.abs().max().clamp(min=1.0)
-        self._clear()
+        self.sums = torch.zeros_like(self.sums)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -259,37 +283,39 @@ class Curve:
     """
 
     def __init__(self, name: str, points: dict[int, float]):
-        ok = {n: n >= 1 and n % 1 == 0 and 0 < ms < np.inf for n, ms in points.items()}
-        bad = [(n, points[n]) for n in points if not ok[n]]
-        if bad or not points:
-            raise ValueError(f"{name} needs {{tokens >= 1: finite ms > 0}}, got {bad or points}")
+        _need(isinstance(points, dict) and points, name, "a dict {tokens: ms}", points)
+        for n, ms in points.items():
+            _whole(f"tokens of {name}", n, 1)
+            _number(f"{name}[{n}]", ms, 1e-300, 1e300)
         self.tokens = np.array(sorted(points), float)
-        self.points = np.array([points[n] for n in sorted(points)], float)
+        self._set(np.array([points[n] for n in sorted(points)], float))
 
-    @property
-    def ms(self):
-        return np.maximum.accumulate(self.points)
+    def _set(self, points):
+        self.ms = np.maximum.accumulate(points)
+        # Beyond the last point: its slope; of a last flat piece that of the whole curve; and one
+        # point alone goes on in proportion, as if (0, 0) stood before it.
+        x, y = self.tokens, self.ms
+        if len(x) == 1:
+            x, y = np.append(0, x), np.append(0, y)
+        before = -2 if y[-1] > y[-2] else 0
+        self.slope = (y[-1] - y[before]) / (x[-1] - x[before])
 
     def __call__(self, tokens):
         """Milliseconds for `tokens` (an int or an array, >= 0)."""
-        if np.min(tokens, initial=0) < 0:
-            raise ValueError(f"tokens must be >= 0, got {tokens}")
-        # Beyond the last point: its slope; of a last flat piece that of the whole curve; and one
-        # point alone goes on in proportion, as if (0, 0) stood before it.
-        x, y = (self.tokens, self.ms) if len(self.tokens) > 1 else ([0, *self.tokens], [0, *self.ms])
-        before = -2 if y[-1] > y[-2] else 0
-        slope = (y[-1] - y[before]) / (x[-1] - x[before])
-        return np.interp(tokens, self.tokens, self.ms) + slope * np.maximum(0, tokens - x[-1])
+        _need(np.min(tokens, initial=0) >= 0, "tokens", ">= 0", tokens)
+        beyond = np.maximum(0, tokens - self.tokens[-1])
+        return np.interp(tokens, self.tokens, self.ms) + self.slope * beyond
 
-    def learn(self, tokens: int, ms: float, rate: float = 0.1):
+    def learn(self, tokens: float, ms: float, rate: float = 0.1):
         """Move the points next to `tokens` towards a step that really took `ms`."""
         if tokens > 1.5 * self.tokens[-1]:  # a batch of prompts says little about the points
             return
-        error = np.clip(ms / self(tokens) - 1, -0.5, 0.5) * self(tokens)  # a hiccup counts little
-        near = np.array([np.interp(tokens, self.tokens, e) for e in np.eye(len(self.points))])
-        now, smaller = self(tokens) + rate * error, self.tokens < tokens
-        self.points = self.ms + rate * error * near
-        self.points[smaller] = np.minimum(self.points[smaller], now)  # fewer tokens take no longer
+        expected, smaller = self(tokens), self.tokens < tokens
+        change = rate * np.clip(ms - expected, -expected / 2, expected / 2)  # hiccups count little
+        near = [np.interp(tokens, self.tokens, point) for point in np.eye(len(self.ms))]
+        points = self.ms + change * np.array(near)
+        points[smaller] = np.minimum(points[smaller], expected + change)  # fewer take no longer
+        self._set(points)
 
 
 class CostTable:
@@ -304,29 +330,30 @@ class CostTable:
             warnings.warn("verify costs are flat: trimming can never pay", stacklevel=2)
 
 
-def plan_step(survival: np.ndarray, draft_ms: dict, verify_ms: np.ndarray) -> tuple[int, int]:
-    """The depth and the draft budget that maximise expected tokens per millisecond.
+def plan_step(survival: np.ndarray, draft_ms, verify_ms: np.ndarray) -> tuple:
+    """For each depth: the most tokens per millisecond to be expected, and the budget that gives it.
 
     survival (B, K), negative where no draft can be used; draft_ms: {depth: time to draw so many
     drafts for each request}; verify_ms: (B * K + 1,), the rest of the step by budget, the number of
     drafts to verify over all requests. A global argmax, for costs may be a staircase; of equal ones
-    the smallest. LOSSLESS: pass survivals of *earlier* steps. This step's depend on the tokens
-    drawn, so a budget made of them would decide about a draft by looking at it.
+    the smallest. Returns two arrays in the order of draft_ms.
+    LOSSLESS: pass survivals of *earlier* steps. This step's depend on the tokens drawn, so a budget
+    made of them would decide about a draft by looking at it.
     """
-    best = (0.0, 0, 0)
+    rates, budgets = [], []
     for depth, ms in draft_ms.items():
-        usable = survival[:, :depth][survival[:, :depth] >= 0]
-        tokens = len(survival) + np.append(0.0, np.cumsum(np.sort(usable)[::-1]))
+        best = np.sort(survival[:, :depth].clip(0), None)[::-1]  # what cannot be used adds nothing
+        tokens = len(survival) + np.append(0.0, best.cumsum())  # by budget
         rate = tokens / (ms + verify_ms[:len(tokens)])
-        budget = int(np.argmax(rate))
-        best = max(best, (rate[budget], depth, budget), key=lambda choice: choice[0])
-    return best[1:]
+        budgets.append(int(np.argmax(rate)))
+        rates.append(rate[budgets[-1]])
+    return np.array(rates), budgets
 
 
 def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
     """As published, and without prompts in the step: K drafts each, whatever happens, then trim."""
     B, K = survival.shape
-    return plan_step(survival, {K: K * cost.draft(B)}, cost.verify(B + np.arange(B * K + 1)))[1]
+    return plan_step(survival, {K: K * cost.draft(B)}, cost.verify(B + np.arange(B * K + 1)))[1][0]
 
 
 def trim(survival: Tensor, budget: int) -> Tensor:
@@ -337,8 +364,7 @@ def trim(survival: Tensor, budget: int) -> Tensor:
     breaks a prefix nor asks which token was drawn.
     """
     B = len(survival)
-    if budget < 0:
-        raise ValueError(f"budget must be >= 0, got {budget}")
+    _whole("budget", budget, 0, survival.numel())
     # LOSSLESS: whatever outranks a slot has a survival that the slot's own draft cannot change.
     best = survival.T.flatten().sort(descending=True, stable=True).indices[:budget]
     return best.new_zeros(B).scatter_add_(0, best % B, torch.ones_like(best))
@@ -379,32 +405,22 @@ class Ragged:
         # Logits are wanted after the last pending token (the law of draft 0) and after each draft.
         self.keep = (offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
         self.layers = set()  # that have attended
-        # Attention pads: one call for all rows, of so many queries each; one more for the rows that
-        # bring more, if their cache is worth copying; and one for each prompt. Where the counts
-        # cannot be read freely, an upper bound serves, and a single call.
+        # Attention pads: one call for all rows, as wide as the widest that is not a prompt, and one
+        # for each prompt. Where the counts cannot be read freely, an upper bound is the width.
         free, (_, cached, pending) = device.type in READ_FREELY, table
         widths = counts.numpy() if free else pending + min(budget, max_drafts)
-        short, n = pending <= 2, len(widths)
-        widest = width = int(widths[short].max(initial=1))
-        if free:
-            width = min(range(1, widest + 1), key=lambda w: n * w + (
-                (more := (short & (widths > w)).sum()) and 32 + more * (widest + 8)))
-        wide = np.flatnonzero(short & (widths > width))
-        self.calls, ends, end = [], np.zeros(n, int), 0
-        for group, w in [(np.arange(n), width), (wide, widest)] + [
-                (np.array([i]), int(widths[i])) for i in np.flatnonzero(~short)]:
-            if not len(group):
-                continue
-            view = dense and group[-1] + 1 - group[0] == len(group)
-            of = torch.from_numpy(group).to(device)
+        n, prompts = len(widths), np.flatnonzero(pending > 2)
+        width = int(widths[pending <= 2].max(initial=1))
+        self.calls, ends = [], np.arange(n) * width
+        for lo, hi, w in [(0, n, width)] + [(i, i + 1, int(widths[i])) for i in prompts]:
             at = torch.arange(w, device=device)
-            self.calls.append((
-                slice(slots[0] + group[0], slots[0] + group[-1] + 1) if view else slot[of],
-                (first[of, None] + at).clamp(max=T - 1).flatten(), start[of, None] + at,
-                int((cached + np.minimum(widths, w))[group].max()), {}))
-            ends[group], end = end + w * np.arange(len(group)), end + w * len(group)
-        # Each token's place in the outputs, one call's behind the other's; padding has none.
-        self.plain = free and len(self.calls) == 1 and T == n * width  # nothing is padded
+            self.calls.append((slice(slots[0] + lo, slots[0] + hi) if dense else slot[lo:hi],
+                               (first[lo:hi, None] + at).clamp(max=T - 1).flatten(),
+                               start[lo:hi, None] + at,
+                               int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
+        # Each token's place in the padded outputs, one call's behind the other's.
+        ends[prompts] = n * width + np.cumsum(widths[prompts]) - widths[prompts]
+        self.plain = free and not len(prompts) and T == n * width  # nothing is padded at all
         self.place = None if self.plain else torch.from_numpy(ends).to(device)[row] + offset
 
 
@@ -416,6 +432,10 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
     heads, sliding windows, soft caps and sinks are supported; anything else is refused by name.
     """
     more = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
+    more += ["a mask of its own"] * (attention_mask is not None)
+    if sliding_window is None and not getattr(module.config, "layer_types", None) and getattr(
+            module.config, "sliding_window", None):
+        more.append("a sliding window that it does not pass on")
     if ragged is None or dropout or more or not getattr(module, "is_causal", True):
         why = ("does not pass on the batch layout" if ragged is None else
                f"uses {more}" if more else f"is not causal, or drops out ({dropout})")
@@ -491,6 +511,9 @@ class SlotLM:
     """
 
     def __init__(self, model, num_slots: int, max_length: int, max_drafts: int = 0):
+        _check_model("model", model)
+        _need(max_length <= _positions(model), "max_length",
+              f"within the {_positions(model)} positions of {type(model).__name__}", max_length)
         self.model, self.shape, self.max_drafts = model, (num_slots, max_length), max_drafts
         self.vocab_size, self.embedded = _vocabulary(model)
         configs = (m.config for m in model.modules() if hasattr(m, "config"))
@@ -599,17 +622,19 @@ class Decoder:
 
     requests: an iterator of (prompt, max_new_tokens), endless if you like; one that ends is
     replaced before the next step, one that wants 0 tokens is passed over. max_length: the most
-    tokens of a request, its prompt included. finished: (number, new tokens) of those that ended.
+    tokens of a request, its prompt included. finished: (number, new tokens) of those that ended;
+    empty it now and then in an endless run.
     """
 
     def __init__(self, target, drafter, requests, *, max_length, max_batch_size=64,
                  num_speculative_tokens=7, plan="verification", estimator=None, cost=None,
                  temperature=1.0, top_k=0, top_p=1.0, eos=(), seed=None):
-        B, K = max_batch_size, num_speculative_tokens
-        if K and plan != "fixed" and None in (estimator, cost):
-            raise ValueError(f"plan={plan!r} needs an estimator and cost, got {estimator}, {cost}")
-        if plan not in PLANS:
-            raise ValueError(f"plan must be one of {PLANS}, got {plan!r}")
+        B = _whole("max_batch_size", max_batch_size, 1)
+        K = _whole("num_speculative_tokens", num_speculative_tokens, 0, 1000)
+        _check_law(temperature, top_k, top_p)
+        _need(plan in PLANS, "plan", f"one of {PLANS}", plan)
+        _need(not K or plan == "fixed" or None not in (estimator, cost), f"plan={plan!r}",
+              "given an estimator and cost", (estimator, cost))
         self.K, self.plan, self.estimator, self.cost = K, plan if K else "fixed", estimator, cost
         self.target = SlotLM(target, B, max_length, K)
         own = K == 0 or hasattr(drafter, "logits")
@@ -617,7 +642,7 @@ class Decoder:
         self.models = [self.target, self.drafter] if K else [self.target]
         self.sampling, self.eos = dict(temperature=temperature, top_k=top_k, top_p=top_p), list(eos)
         self.device, self.generator = target.device, torch.Generator(target.device)
-        self.generator.seed() if seed is None else self.generator.manual_seed(seed)
+        self.generator.seed() if seed is None else self.generator.manual_seed(int(seed))
         self.requests = (x for x in enumerate(requests) if x[1][1] > 0)  # who wants any tokens
         self.finished = []
         # By slot. Committed text, then this step's drafts, which count once they are accepted.
@@ -628,6 +653,7 @@ class Decoder:
         self.survival = np.ones((B, K))  # of each request's last step
         self.q = torch.zeros(B, K, self.target.vocab_size, device=self.device, dtype=torch.float32)
         self.confidence = np.full(K, 0.7)  # by position, the mean of the last steps
+        self.rates = None  # joint: tokens per ms to be expected of each depth
         self.stats = Stats(*np.zeros((3, K), int))
 
     @torch.no_grad()
@@ -641,9 +667,9 @@ class Decoder:
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
         other = int((lengths - self.target.cached[slots]).sum())  # query tokens that are no drafts
         # LOSSLESS: depth and budget are fixed here, before anything of this step is drawn.
-        depth, budget = self.choose(limits, other)
+        depths, budget = self.choose(limits, other)
         # 1 + 2. draft, score
-        drafts, q, features, survival, finite = self.draw(np.minimum(limits, depth))
+        drafts, q, features, survival, finite = self.draw(depths)
         clock.append(_mark(device))
         # 3. trim
         num_verified = trim(survival, budget)  # (R,)
@@ -673,28 +699,27 @@ class Decoder:
         return done
 
     def choose(self, limits, other):
-        """Depth and budget of this step, from what earlier steps have shown.
+        """Depth of each request (R,) and budget of this step, from what earlier steps have shown.
 
         One step in each round of the estimator drafts and verifies everything: a position that is
-        never verified is never learned again. (Joint, where that costs most: in one of four.)
+        never verified is never learned again. (Joint, where that costs most: for some requests.)
         """
-        if self.estimator:
-            period = self.estimator.refit_every
-            if self.plan == "joint" and self.estimator.steps >= 4 * period:
-                period *= 4
-        if self.plan == "fixed" or self.estimator.steps % period == 0:
-            return self.K, int(limits.sum())
+        explore = self.estimator and self.estimator.steps % self.estimator.refit_every == 0
+        if explore and self.plan == "joint":
+            limits = limits * (np.arange(len(limits)) < max(16, len(limits) // 4))
+        if explore or self.plan == "fixed":
+            return limits, int(limits.sum())
         R, K, draft, verify = len(limits), self.K, self.cost.draft, self.cost.verify
         survival = np.where(np.arange(K) < limits[:, None], self.survival[self.slots], -1.0)
         # What prompts cost is left out: it is the same whatever the plan, and would water it down.
         verify_ms = verify(other + np.arange(R * K + 1)) - verify(other) + verify(R)
-        draft_ms = {depth: depth * draft(R) for depth in range(K + 1)}
         if self.plan == "verification":
-            return plan_step(survival, {K: draft_ms[K]}, verify_ms)
-        behind = self.pending(self.slots, self.lengths[self.slots]) - other  # catching up first
-        catch_up = draft(R + max(0, behind)) - draft(R)
-        return plan_step(survival, {k: ms + catch_up * (k > 0) for k, ms in draft_ms.items()},
-                         verify_ms)
+            return limits, plan_step(survival, {K: K * draft(R)}, verify_ms)[1][0]
+        rates, budgets = plan_step(survival, {k: k * draft(R) for k in range(K + 1)}, verify_ms)
+        # Smoothed over steps: to change the depth to and fro costs more than it brings.
+        self.rates = rates if self.rates is None else self.rates + 0.1 * (rates - self.rates)
+        depth = int(np.argmax(self.rates))
+        return np.minimum(limits, depth), budgets[depth]
 
     def pending(self, slots, ends):
         """Tokens that the drafter has to read before it can go on from `ends`."""
@@ -721,6 +746,8 @@ class Decoder:
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
             self.fed.append(self.pending(slots, ends))
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
+            _need(len(logits) == len(rows), "the drafter's logits", f"of {len(rows)} rows",
+                  tuple(logits.shape))
             finite = finite & logits.amax(-1).isfinite().all()
             law = F.pad(warp(logits, **self.sampling), (0, V - logits.shape[1]))  # q = 0 beyond
             x = sample(law, self.generator)  # (rows,)
@@ -759,7 +786,7 @@ class Decoder:
         before = np.pad(done.survival, ((0, 0), (1, 0)), constant_values=1.0)[:, :K]
         confidence = np.where(done.survival < 0, self.confidence,
                               done.survival / np.maximum(before, 1e-9))  # (R, K)
-        self.confidence += 0.2 * (confidence - self.confidence).mean(0)
+        self.confidence += (confidence - self.confidence).sum(0) / (5 * len(slots) + 80)
         self.survival[slots] = confidence.cumprod(1)
 
     def account(self, done: Step, other: int, budget: int, clock: list, began: float):
@@ -776,8 +803,8 @@ class Decoder:
         drafting = draft(np.array(self.fed, int))  # (passes,) ms
         seconds["predicted"] = (drafting.sum() + verify(other + budget)) / 1e3
         if self.cost.learning:
-            for n, ms in zip(self.fed, drafting):  # each its share of what was measured
-                draft.learn(n, ms / drafting.sum() * seconds["draft"] * 1e3)
+            if self.fed:  # the mean pass
+                draft.learn(np.mean(self.fed), seconds["draft"] * 1e3 / len(self.fed))
             verify.learn(other + budget, 1e3 * (seconds["verify"] + seconds["rest"]))
 
     def admit(self):
@@ -788,6 +815,8 @@ class Decoder:
                 self.finished.append((int(self.index[slot]), text.tolist()))
             self.index[slot], (prompt, new) = next(self.requests, (-1, ((), 0)))
             n = self.start[slot] = self.lengths[slot] = len(prompt)
+            _need(n + new <= self.tokens.shape[1] and (n or not new), "a request's length",
+                  f"in 1..{self.tokens.shape[1]}, prompt and new tokens", (n, new))
             self.ends[slot] = n + new
             if self.index[slot] >= 0:
                 self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
@@ -818,6 +847,10 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     prompts are repeated up to context_length tokens. Medians of `repeats` steps after a warm-up:
     plain steps of smaller batches, and budgets from none to all at max_batch_size requests.
     """
+    for name, value in (("num_speculative_tokens", num_speculative_tokens), ("repeats", repeats),
+                        ("context_length", context_length), ("max_batch_size", max_batch_size)):
+        _whole(name, value, 1)
+    _need(len(prompts) and all(map(len, prompts)), "prompts", "lists of token ids", prompts)
     K, B, n = num_speculative_tokens, max_batch_size, context_length
     prompts = [list(prompts[i % len(prompts)]) for i in range(B)]
     decoder = Decoder(target, drafter, [((p * (n // len(p) + 1))[:n], K + 1) for p in prompts],
@@ -829,7 +862,7 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     for R, share in [(r, 0.0) for r in sorted({1, -(-B // 4), -(-B // 2)} - {B})] + [
             (B, share) for share in (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]:
         times, decoder.slots, budget = [], np.arange(R), int(share * K * R)
-        decoder.choose = lambda *_: (K, budget)
+        decoder.choose = lambda limits, _: (limits, budget)
         for _ in range(repeats + 1):
             s = decoder.step().seconds
             times.append((s["draft"] / K * 1e3, (s["verify"] + s["rest"]) * 1e3))
@@ -838,13 +871,14 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
                 model.commit(np.arange(B), decoder.lengths)
         draft[R], verify[R + budget] = np.median(times[1:], axis=0)
     times = []  # a drafter that is left behind has more to read in its first pass
+    behind = min(7, n - 1)
     for _ in range(repeats):
-        decoder.drafter.commit(np.arange(B), decoder.lengths - 7)
+        decoder.drafter.commit(np.arange(B), decoder.lengths - behind)
         times.append(decoder.step().seconds["draft"] * 1e3)
         decoder.lengths[:], decoder.ends[:] = n, n + K + 1
         for model in decoder.models:
             model.commit(np.arange(B), decoder.lengths)
-    draft[8 * B] = max(draft[B], np.median(times) - (K - 1) * draft[B])
+    draft[(behind + 1) * B] = max(draft[B], np.median(times) - (K - 1) * draft[B])
     return CostTable(draft, verify, learning=True)
 
 
@@ -894,29 +928,10 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
 # 8. Refusals: by name and value, before any work.
 
 
-def _need(ok, name, what, value):
-    if not ok:
-        raise ValueError(f"{name} must be {what}, got {value!r}")
-
-
-def _whole(name, value, low, high=2**62):
-    _need(isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-          and low <= value <= high, name, f"a whole number in {low}..{high}", value)
-    return int(value)
-
-
-def _check_law(temperature, top_k, top_p):
-    for name, value, high in (("temperature", temperature, 1e6), ("top_p", top_p, 1)):
-        _need(isinstance(value, (int, float, np.number)) and 0 <= value <= high, name,
-              f"a number in 0..{high:g}", value)
-    _need(top_p > 0, "top_p", "above 0", top_p)
-    _whole("top_k", top_k, 0)
-
-
 def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, plan, max_batch_size,
            temperature, top_k, top_p, eos_token_id, seed, estimator, cost, on_step):
     """The arguments of `generate`; returns the requests and the end tokens as lists."""
-    K = _whole("num_speculative_tokens", num_speculative_tokens, 0)
+    K = _whole("num_speculative_tokens", num_speculative_tokens, 0, 1000)
     _whole("max_batch_size", max_batch_size, 1)
     _whole("seed", 0 if seed is None else seed, 0)
     _check_law(temperature, top_k, top_p)
@@ -929,8 +944,8 @@ def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, pla
         for name, want, got in (("K", K, estimator.num_speculative_tokens),
                                 ("device", target.device, estimator.theta.device)):
             _need(want == got, "estimator", f"one of {name} = {want}", got)
-    _need(isinstance(prompts, (list, tuple, Tensor, np.ndarray)), "prompts", "lists of ids",
-          prompts)
+    _need(isinstance(prompts, (list, tuple)) or getattr(prompts, "ndim", 0), "prompts",
+          "lists of ids", prompts)
     prompts = [p.tolist() if isinstance(p, (Tensor, np.ndarray)) else p for p in prompts]
     new = list(max_new_tokens) if np.ndim(max_new_tokens) else [max_new_tokens] * len(prompts)
     _need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
@@ -943,8 +958,9 @@ def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, pla
         _need(total <= limit, f"{name} with max_new_tokens",
               f"within the models' {limit} positions", total)
     eos = eos_token_id.flatten().tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
-    eos = [] if eos is None else eos if np.iterable(eos) else [eos]
-    return list(zip(prompts, map(int, new))), [_whole("eos_token_id", t, 0) for t in eos]
+    eos = [] if eos is None else [eos] if isinstance(eos, str) or not np.iterable(eos) else eos
+    return list(zip(prompts, map(int, new))), [
+        _whole("eos_token_id", t, 0, vocabulary - 1) for t in eos]
 
 
 def _check_models(target, drafter, K):
@@ -964,18 +980,22 @@ def _check_models(target, drafter, K):
     if len(set(sizes.values())) > 1:
         warnings.warn(f"vocabulary sizes differ: {sizes}; what only one has is never drafted",
                       stacklevel=4)
-    return (min(getattr(m.config, "max_position_embeddings", 0) or 2**62 for m in models.values()),
-            sizes["target"])
+    return min(map(_positions, models.values())), sizes["target"]
+
+
+def _positions(model):
+    return getattr(model.config, "max_position_embeddings", 0) or 2**62
 
 
 def _check_model(name, model):
-    config = getattr(model, "config", None)
-    if config is None or not isinstance(model, torch.nn.Module):
-        raise ValueError(f"{name} must be a transformers causal LM, got {type(model).__name__}")
+    _need(isinstance(model, PreTrainedModel), name, "a transformers model", type(model).__name__)
+    config = model.config
     kinds = set(getattr(config, "layer_types", 0) or ()) - {"full_attention", "sliding_attention"}
     ropes = str(getattr(config, "rope_parameters", ""))  # flat, or one for each kind of layer
     for bad, why in ((model.training, "is in training mode: call .eval()"),
                      (config.is_encoder_decoder, "is an encoder-decoder"),
+                     (not hasattr(config, "num_hidden_layers"), "is made of several models: pass "
+                      "its language model"),
                      (model._is_stateful, "keeps a recurrent state, which cannot forget a draft"),
                      (not model._supports_attention_backend, "has no attention interface"),
                      ("'longrope'" in ropes or "'dynamic'" in ropes, "has rotary positions that "

@@ -308,10 +308,15 @@ def named_pair(names: tuple[str, str], device: torch.device, lines: list[str]) -
 def find_pair(args, device: torch.device) -> Pair:
     """The pair that the flags name; else on CUDA one from the hub, if it can be reached."""
     lines = []
-    if args.prompts:
-        lines = pathlib.Path(args.prompts).read_text(encoding="utf-8").splitlines()
+    if args.prompts is not None:
+        try:
+            lines = pathlib.Path(args.prompts).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            sys.exit(f"cannot read --prompts {args.prompts}: {error}")
         lines = [line for line in lines if line.strip()]
-    if args.target:
+        if not lines:
+            sys.exit(f"--prompts {args.prompts}: no line with a prompt in it")
+    if args.target is not None:
         try:
             return named_pair((args.target, args.draft), device, lines)
         except (OSError, ValueError) as error:
@@ -325,17 +330,23 @@ def find_pair(args, device: torch.device) -> Pair:
 
 
 def longest(pair: Pair) -> int:
-    """The most tokens that a request can come to."""
-    return max(map(len, pair.prompts)) + NEW[1]
+    """The most tokens that a request can come to, within the positions that both models have."""
+    limits = [getattr(model.config, "max_position_embeddings", 0) or 10**9
+              for model in (pair.target, pair.drafter)]
+    most, limit = max(map(len, pair.prompts)), min(limits)
+    if most + 32 > limit:
+        raise ValueError(f"a prompt of {most} tokens leaves too little of {limit} positions")
+    return min(limit, most + NEW[1])
 
 
-def requests(prompts: list[list[int]], load: int, seed: int):
+def requests(pair: Pair, load: int, seed: int):
     """Endless (prompt, max_new_tokens), the same ones for every arm; the prompts take turns."""
-    rng = random.Random(seed)
+    rng, limit = random.Random(seed), longest(pair)
     for n in itertools.count():
-        new = rng.randint(*NEW) // (6 if load < FEW else 1)
+        prompt = pair.prompts[n % len(pair.prompts)]
+        new = min(rng.randint(*NEW) // (6 if load < FEW else 1), limit - len(prompt))
         # The first batch is cut short at random: else it would all end, and be refilled, at once.
-        yield prompts[n % len(prompts)], rng.randint(1, new) if n < load else new
+        yield prompt, rng.randint(1, new) if n < load else new
 
 
 # ---------------------------------------------------------------------------------------------
@@ -428,7 +439,8 @@ def greedy_check(run: Run):
     for name, K, plan in run.arms:
         outputs[name] = av.generate(
             pair.target, pair.drafter if K else None, ids, num_speculative_tokens=K, plan=plan,
-            max_new_tokens=48, max_batch_size=4, temperature=0, eos_token_id=pair.eos,
+            max_new_tokens=min(48, longest(pair) - max(map(len, ids))), max_batch_size=4,
+            temperature=0, eos_token_id=pair.eos,
             cost=cost).tokens
         assert outputs[name] == outputs["plain"], f"greedy decoding: {name} differs from plain"
     print(f"check     greedy, {len(ids)} prompts, the same for all: fixed, verification and joint "
@@ -445,7 +457,8 @@ def measure(run: Run) -> dict[int, av.CostTable]:
     run.title("What a step costs in ms, by load (requests at once). T(n): n tokens into the target")
     print(f"  load{'a drafter pass':>17}{'no drafts':>21}{f'{run.K} drafts each':>21}"
           f"{'one more draft':>18}")
-    context, costs = round(statistics.mean(map(len, run.pair.prompts)) + sum(NEW) / 4), {}
+    context, costs = min(round(statistics.mean(map(len, run.pair.prompts)) + sum(NEW) / 4),
+                         longest(run.pair) - run.K - 1), {}
     for load in run.loads:
         status(f"{load} requests: timing real steps")
         cost = costs[load] = av.measure_costs(
@@ -515,7 +528,7 @@ class Arm:
         self.seconds = (0.6 + load / 200) / (1 + run.quick)
         self.decoder = av.Decoder(
             pair.target, drafter or (pair.drafter if K else None),
-            requests(pair.prompts, load, run.seed), max_length=longest(pair), max_batch_size=load,
+            requests(pair, load, run.seed), max_length=longest(pair), max_batch_size=load,
             num_speculative_tokens=K, plan=plan, estimator=estimator,
             cost=copy.deepcopy(cost) if estimator else None,  # each learns from its own steps
             eos=pair.eos, seed=run.seed, **run.law)
@@ -524,7 +537,7 @@ class Arm:
                 estimator and estimator.steps < estimator.refit_every and spent < 5):
             self.decoder.step()
         # From here on every arm meets the same texts; what is under way is ended first.
-        self.decoder.requests = enumerate(requests(pair.prompts, load, run.seed))
+        self.decoder.requests = enumerate(requests(pair, load, run.seed))
         self.decoder.finished.clear()
         while load < FEW and not self.decoder.finished:
             self.decoder.step()
@@ -783,7 +796,8 @@ def by_kind(run: Run, costs: dict[int, av.CostTable]):
 def peers(run: Run, load: int, cost: av.CostTable):
     """transformers' own generation on the same pair, prompts, settings and token counts."""
     run.title(f"Beside transformers' generate, {load} at once, all to the end: tokens per second")
-    pair, new, before = run.pair, NEW[0], run.pair.drafter.generation_config
+    pair, new = run.pair, min(NEW[0], longest(run.pair) - max(map(len, run.pair.prompts)))
+    before = pair.drafter.generation_config
     shortest = min(map(len, pair.prompts))  # equal lengths: nobody pays for padding
     prompts = [pair.prompts[i % len(pair.prompts)][-shortest:] for i in range(max(load, 3))]
 
@@ -799,9 +813,10 @@ def peers(run: Run, load: int, cost: av.CostTable):
         helper = dict(assistant_model=pair.drafter) if assistant else {}
         for i in range(0, len(prompts), load):
             ids = torch.tensor(prompts[i:i + load], device=pair.target.device)
-            pair.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
-                                 max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
-                                 **run.law, **helper)
+            sampling = dict(do_sample=True, top_k=0, **run.law)
+            pair.target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0,
+                                 max_new_tokens=new, min_new_tokens=new, **helper,
+                                 **(sampling if run.law["temperature"] else dict(do_sample=False)))
 
     arms = {"generate": theirs}
     if load == 1:  # assisted generation takes one request at a time; 20 tokens are its default
@@ -966,7 +981,7 @@ def labelled(done: av.Step, law: dict, drafted: list, checked: torch.Tensor, hid
 def collect(run: Run, drafter, law: dict, wanted: int, what: str) -> tuple[Drafts, list[av.Step]]:
     """Decode with every draft verified until there are enough labels; and the steps themselves."""
     pair, load, parts, steps, n = run.pair, run.loads[-1], [], [], 0
-    decoder = av.Decoder(pair.target, drafter, requests(pair.prompts, load, run.seed), plan="fixed",
+    decoder = av.Decoder(pair.target, drafter, requests(pair, load, run.seed), plan="fixed",
                          max_length=longest(pair), max_batch_size=load, eos=pair.eos,
                          num_speculative_tokens=run.K, seed=run.seed, **law)
     drafted, checked = watch(decoder.drafter), watch(decoder.target)
@@ -1414,6 +1429,11 @@ COMMANDS = {"show": show, "sweep": sweep, "study": study}
 LOADS = {"show": [1, 16, 64], "sweep": [1, 4, 16, 64, 256], "study": [64]}
 
 
+def concurrencies(text: str) -> list[int]:
+    """1,16,64"""
+    return sorted({int(n) for n in text.split(",")})
+
+
 def arguments() -> argparse.Namespace:
     """The command line; settings as published unless a flag says otherwise."""
     parser = argparse.ArgumentParser(
@@ -1424,8 +1444,7 @@ def arguments() -> argparse.Namespace:
     flag("--target", metavar="NAME", help="hub name or folder of a causal LM")
     flag("--draft", metavar="NAME", help="a smaller one with the same vocabulary")
     flag("--prompts", metavar="FILE", help="your own prompts, one per line")
-    flag("--concurrency", metavar="N,N,N", help="requests at once",
-         type=lambda text: sorted({int(n) for n in text.split(",")}))
+    flag("--concurrency", metavar="N,N,N", help="requests at once", type=concurrencies)
     flag("-k", "--num-speculative-tokens", dest="k", metavar="K", type=int, default=7)
     flag("--temperature", type=float, default=1.0)
     flag("--top-p", type=float, default=0.95)
@@ -1437,10 +1456,16 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     counts = [args.k, *(args.concurrency or [1])] + [
         n for n in (args.rounds, args.threads) if n is not None]
-    if min(counts) < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
-        parser.error("counts start at 1, the temperature at 0, and top-p is in (0, 1]")
-    if bool(args.target) != bool(args.draft):
+    if min(counts) < 1 or not 0 <= args.temperature <= 1e6 or not 0 < args.top_p <= 1:
+        parser.error("counts start at 1, the temperature is in 0..1e6, and top-p in (0, 1]")
+    if not 0 <= args.seed < 2**32:
+        parser.error("the seed is in 0..2**32 - 1")
+    if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together")
+    if args.command != "sweep" and (args.csv or args.peers):
+        parser.error("--csv and --peers belong to sweep")
+    if args.csv and not pathlib.Path(args.csv).absolute().parent.is_dir():
+        parser.error(f"--csv {args.csv}: there is no such folder")
     return args
 
 
