@@ -8,7 +8,7 @@ on one number, logit(q_max), fitted online, says how likely each is to be accept
 costs say how many, over the whole batch, to send to the target.
 
 Read `Decoder.step` first (one step, numbered), then `verify` (the lossless rule),
-`AcceptanceEstimator` (the contribution), `draft_budget` and `trim`, then the machinery.
+`AcceptanceEstimator` (the contribution), `plan_step` and `trim`, then the machinery.
 
 here             meaning                                               papers, vLLM
 p, q             law of the TARGET, law of the DRAFTER (some swap)     target_probs, draft_probs
@@ -23,6 +23,7 @@ B, V, T          requests, vocabulary, packed query tokens of a step
     feature      f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
     confidence   c_i = sigmoid(slope * f_i + intercept_i), by damped Newton steps on the log-loss
     budget       argmax_b (B + sum of the b best survivals) / (ms to draft + ms to verify B + b)
+    joint        the same argmax over the depth too: how many drafts to draw for each request
 
 Not here: token trees, settings per request, paged memory, CUDA graphs, several devices or threads,
 recurrent models. All that is in vLLM: `vllm/v1/worker/gpu/spec_decode/acceptance_estimator.py` and
@@ -40,6 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+
 
 def _need(ok, name, what, value):
     if not ok:
