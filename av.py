@@ -190,12 +190,13 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 class AcceptanceEstimator:
     """logit P(draft i accepted) = slope * logit(q_max) + intercepts[i], fitted while serving.
 
-    One slope for all positions, one intercept each: K + 1 parameters, O(K^2) state, float64. One
+    One slope for all positions, one intercept each: K + 1 parameters, O(K) state, float64. One
     estimator per pair and sampling setting. Defaults are vLLM's; it starts from the median that its
-    authors found over five pairs of models.
+    authors found over five pairs of models. (i given that all before i were accepted.)
 
-    num_speculative_tokens: K >= 1. refit_every: N, decode steps per round. ridge: keeps H regular
-    where a position has no labels. damping: labels at which a coefficient takes half its step.
+    num_speculative_tokens: K >= 1. refit_every: N, decode steps per round, of which a `Decoder`
+    verifies one in full. ridge: keeps H regular where a position has no labels. damping: labels at
+    which a coefficient takes half its step. Raises ValueError for numbers out of range.
     """
 
     MIN_CURVATURE = 0.05
@@ -297,10 +298,8 @@ class Curve:
         # Beyond the last point: its slope; of a last flat piece that of the whole curve; and one
         # point alone goes on in proportion, as if (0, 0) stood before it.
         x, y = self.tokens, self.ms
-        if len(x) == 1:
-            x, y = np.append(0, x), np.append(0, y)
-        before = -2 if y[-1] > y[-2] else 0
-        self.slope = (y[-1] - y[before]) / (x[-1] - x[before])
+        before = -2 if len(x) > 1 and y[-1] > y[-2] else 0
+        self.slope = (y[-1] - y[before]) / (x[-1] - x[before]) if len(x) > 1 else y[0] / x[0]
 
     def __call__(self, tokens):
         """Milliseconds for `tokens` (an int or an array, >= 0)."""
@@ -316,7 +315,8 @@ class Curve:
         change = rate * np.clip(ms - expected, -expected / 2, expected / 2)  # hiccups count little
         near = [np.interp(tokens, self.tokens, point) for point in np.eye(len(self.ms))]
         points = self.ms + change * np.array(near)
-        points[smaller] = np.minimum(points[smaller], expected + change)  # fewer take no longer
+        # Fewer tokens take no longer; else the running maximum would undo every fall.
+        points[smaller] = np.minimum(points[smaller], expected + change)
         self._set(points)
 
 
@@ -349,11 +349,14 @@ def plan_step(survival: np.ndarray, draft_ms, verify_ms: np.ndarray) -> tuple:
         rate = tokens / (ms + verify_ms[:len(tokens)])
         budgets.append(int(np.argmax(rate)))
         rates.append(rate[budgets[-1]])
-    return np.array(rates), budgets
+    return np.array(rates), np.array(budgets)
 
 
 def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
-    """As published, and without prompts in the step: K drafts each, whatever happens, then trim."""
+    """The published rule for survivals (B, K) and one query per request: K drafts, then a budget.
+
+    (`Decoder.choose` is the same with prompts in the step.)
+    """
     B, K = survival.shape
     return plan_step(survival, {K: K * cost.draft(B)}, cost.verify(B + np.arange(B * K + 1)))[1][0]
 
@@ -361,9 +364,9 @@ def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
 def trim(survival: Tensor, budget: int) -> Tensor:
     """Verified drafts per request (B,): how many of the `budget` best slots each one holds.
 
-    survival (B, K) never rises along a request, so its best slots are a prefix. subtle: ties are
-    ordered by position, then request (a stable sort of the position-major list); so a tie neither
-    breaks a prefix nor asks which token was drawn.
+    survival (B, K) never rises along a request, so its best are a prefix; -1: not drafted, and
+    no budget may reach those. subtle: ties are ordered by position, then request (a stable sort of
+    the position-major list): they neither break a prefix nor ask which token was drawn.
     """
     B = len(survival)
     _whole("budget", budget, 0, survival.numel())
@@ -404,26 +407,28 @@ class Ragged:
         first = counts.cumsum(0) - counts  # (r,) its first token
         offset = torch.arange(T, device=device) - first[row]
         self.slots, self.positions = slot[row], start[row] + offset  # (T,), (T,)
-        # Logits are wanted after the last pending token (the law of draft 0) and after each draft.
+        # Logits are wanted after the last pending token (the law of draft 0) and after each draft:
+        # of a known number of tokens, so a sort finds them without a read-back.
         self.keep = (offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
         self.layers = set()  # that have attended
-        # Attention pads: one call for all rows, as wide as the widest that is not a prompt, and one
-        # for each prompt. Where the counts cannot be read freely, an upper bound is the width.
+        # Attention pads: one call for all rows, as wide as the widest that is not long, and one for
+        # each long row: a prompt, or a drafter left behind (2 pending are usual, see SlotLM).
+        # Where the counts cannot be read freely, an upper bound is the width.
         free, (_, cached, pending) = device.type in READ_FREELY, table
         widths = counts.numpy() if free else pending + min(budget, max_drafts)
-        n, prompts = len(widths), np.flatnonzero(pending > 2)
+        n, long = len(widths), np.flatnonzero(pending > 2)
         width = int(widths[pending <= 2].max(initial=1))
-        self.calls, ends = [], np.arange(n) * width
-        for lo, hi, w in [(0, n, width)] + [(i, i + 1, int(widths[i])) for i in prompts]:
+        self.calls, starts = [], np.arange(n) * width
+        for lo, hi, w in [(0, n, width)] + [(i, i + 1, int(widths[i])) for i in long]:
             at = torch.arange(w, device=device)
-            self.calls.append((slice(slots[0] + lo, slots[0] + hi) if dense else slot[lo:hi],
-                               (first[lo:hi, None] + at).clamp(max=T - 1).flatten(),
-                               start[lo:hi, None] + at,
-                               int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
+            self.calls.append((  # cache rows, packed queries, their positions, keys to see, masks
+                slice(slots[0] + lo, slots[0] + hi) if dense else slot[lo:hi],
+                (first[lo:hi, None] + at).clamp(max=T - 1).flatten(), start[lo:hi, None] + at,
+                int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
         # Each token's place in the padded outputs, one call's behind the other's.
-        ends[prompts] = n * width + np.cumsum(widths[prompts]) - widths[prompts]
-        self.plain = free and not len(prompts) and T == n * width  # nothing is padded at all
-        self.place = None if self.plain else torch.from_numpy(ends).to(device)[row] + offset
+        starts[long] = n * width + np.cumsum(widths[long]) - widths[long]
+        self.unpadded = free and not len(long) and T == n * width
+        self.place = None if self.unpadded else torch.from_numpy(starts).to(device)[row] + offset
 
 
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None, scaling=None,
@@ -448,7 +453,7 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
         (r, w), k, v = seen.shape, key[rows, :, :length], value[rows, :, :length]
         length = k.shape[2]  # an upper bound may have passed the end of the cache
         # Heads that share a key head become queries of it: (r, H_kv, w * G, D), no key is repeated.
-        q = (query if ragged.plain else query[take]).unflatten(0, (r, w)).unflatten(2, (-1, G))
+        q = (query if ragged.unpadded else query[take]).unflatten(0, (r, w)).unflatten(2, (-1, G))
         q = q.transpose(1, 2).flatten(2, 3)
         if sliding_window not in masks:  # layers share one of a few masks
             at = torch.arange(length, device=query.device)  # key positions
@@ -468,7 +473,7 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                 scores = torch.cat([scores, sink.expand(r, -1, -1, 1)], -1)
             out = scores.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype) @ v
         outputs.append(out.unflatten(2, (w, G)).transpose(1, 2).flatten(2, 3).flatten(0, 1))
-    if not ragged.plain:  # (r * w, H, D) of each call -> (T, H, D)
+    if not ragged.unpadded:  # (r * w, H, D) of each call -> (T, H, D)
         outputs = [torch.cat(outputs)[ragged.place]]
     return outputs[0][None], None
 
@@ -498,10 +503,11 @@ def _attending(configs):
 # ---------------------------------------------------------------------------------------------
 # 6. A causal LM over request slots: the target, and the drafter.
 #    The loop knows a drafter by three verbs, as below: `logits(tokens, lengths, slots)` gives
-#    (R, V) for the next token of each of the slots, and the loop draws it; `commit(slots, lengths)`
-#    says what became of them; `reset(slot)`. One that drafts in parallel computes in the first of
-#    the K calls and hands out in the others; one that reads the target's hidden states takes them
-#    by a hook of its own.
+#    (R, V) for the next token of each of the slots (`lengths` counts the drafts so far in), and the
+#    loop draws it; `commit(slots, lengths)` says what became of them: what lies beyond is void;
+#    `reset(slot)`. (If it has `cached`, tokens read by slot, its passes are priced by what they
+#    read.) One that drafts in parallel computes in the first of the K calls and hands out in the
+#    others; one that reads the target's hidden states takes them by a hook.
 
 
 class SlotLM:
@@ -542,7 +548,8 @@ class SlotLM:
                                  cache=self, use_cache=True, ragged=self.batch,
                                  logits_to_keep=self.batch.keep)
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-            if self.cached.any() or isinstance(error, torch.OutOfMemoryError):
+            known = isinstance(error, (torch.OutOfMemoryError, NotImplementedError))
+            if known or self.cached.any():
                 raise  # only of a first pass may one say that the model is of the wrong kind
             raise NotImplementedError(f"{type(self.model).__name__} cannot run as a ragged batch: "
                                       f"{error}") from error
@@ -575,7 +582,7 @@ class SlotLM:
 
 
 # ---------------------------------------------------------------------------------------------
-# 7. The loop. Plain, fixed, adaptive and joint decoding differ in `choose` only.
+# 7. The loop. The plans differ in `choose` only; plain decoding is K = 0.
 
 
 @dataclass
@@ -654,7 +661,7 @@ class Decoder:
         self.index, self.slots = np.full(B, -1), np.arange(0)  # request of each slot; those in use
         self.survival = np.ones((B, K))  # of each request's last step
         self.q = torch.zeros(B, K, self.target.vocab_size, device=self.device, dtype=torch.float32)
-        self.confidence = np.full(K, 0.7)  # by position, the mean of the last steps
+        self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
         self.rates = None  # joint: tokens per ms to be expected of each depth
         self.stats = Stats(*np.zeros((3, K), int))
 
@@ -668,7 +675,7 @@ class Decoder:
             return None
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
         other = int((lengths - self.target.cached[slots]).sum())  # query tokens that are no drafts
-        # LOSSLESS: depth and budget are fixed here, before anything of this step is drawn.
+        # 0. plan. LOSSLESS: depth and budget are fixed here, before anything of this step is drawn.
         depths, budget = self.choose(limits, other)
         # 1 + 2. draft, score
         drafts, q, features, survival, finite = self.draw(depths)
@@ -693,18 +700,19 @@ class Decoder:
         # 6. learn
         if self.estimator:
             self.estimator.observe(features, num_verified, accepted)
-        whole = host[:, 2:5 + K].astype(int)
-        done = Step(self.index[slots], *whole[:, :3].T, whole[:, 3:],
-                    *np.split(host[:, 5 + K:], 2, axis=1), {})
+        counts, drafts, features, survival = np.split(host[:, 2:], [3, 3 + K, 3 + 2 * K], axis=1)
+        done = Step(self.index[slots], *counts.T.astype(int), drafts.astype(int), features,
+                    survival, seconds={})
         self.commit(done, other + budget)
         self.account(done, other, budget, clock, began)
         return done
 
     def choose(self, limits, other):
-        """Depth of each request (R,) and budget of this step, from what earlier steps have shown.
+        """Depth of each request (R,) and budget of this step. LOSSLESS: from earlier steps only.
 
-        One step in each round of the estimator drafts and verifies everything: a position that is
-        never verified is never learned again. (Joint, where that costs most: for some requests.)
+        limits (R,): drafts that each could use; other: query tokens of the target that are no
+        drafts. One step in each round of the estimator drafts and verifies everything: a position
+        that is never verified is never learned again. (Joint, where it costs most: of some slots.)
         """
         explore = self.estimator and self.estimator.steps % self.estimator.refit_every == 0
         if explore and self.plan == "joint":
@@ -775,7 +783,8 @@ class Decoder:
         rows, columns = np.nonzero(position < count[:, None])
         self.text[slots[rows], self.lengths[slots[rows]] + columns] = emitted[rows, columns]
         self.lengths[slots] += count
-        self.ends[slots[stop.any(1)]] = self.lengths[slots[stop.any(1)]]
+        ended = slots[stop.any(1)]
+        self.ends[ended] = self.lengths[ended]
         for model in self.models:
             model.commit(slots, self.lengths[slots])
         stats.verified += (position[:K] < done.num_verified[:, None]).sum(0)
@@ -784,11 +793,11 @@ class Decoder:
         stats.committed += int(count.sum())
         stats.target_tokens += target_tokens
         # What the next step may expect: of a request what it showed in this one, and where nothing
-        # was drafted, that it goes on as requests do.
+        # was drafted, that it goes on as requests do: their mean, over some 5 steps or 80 drafts.
         before = np.pad(done.survival, ((0, 0), (1, 0)), constant_values=1.0)[:, :K]
-        confidence = np.where(done.survival < 0, self.confidence,
+        confidence = np.where(done.survival < 0, self.mean_confidence,
                               done.survival / np.maximum(before, 1e-9))  # (R, K)
-        self.confidence += (confidence - self.confidence).sum(0) / (5 * len(slots) + 80)
+        self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * len(slots) + 80)
         self.survival[slots] = confidence.cumprod(1)
 
     def account(self, done: Step, other: int, budget: int, clock: list, began: float):
@@ -823,7 +832,7 @@ class Decoder:
             if self.index[slot] >= 0:
                 self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
                 self.text[slot, :n] = prompt  # it is fed like any pending token
-                self.survival[slot] = self.confidence.cumprod()  # nothing else is known
+                self.survival[slot] = self.mean_confidence.cumprod()  # nothing else is known
                 for model in self.models:
                     model.reset(slot)
         self.slots = np.flatnonzero(self.index >= 0)
@@ -861,25 +870,24 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
                       estimator=AcceptanceEstimator(K, device=target.device), **law)
     decoder.admit()
     decoder.admit, draft, verify = lambda: None, {}, {}  # these requests stay
-    for R, share in [(r, 0.0) for r in sorted({1, -(-B // 4), -(-B // 2)} - {B})] + [
-            (B, share) for share in (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]:
-        times, decoder.slots, budget = [], np.arange(R), int(share * K * R)
-        decoder.choose = lambda limits, _: (limits, budget)
-        for _ in range(repeats + 1):
-            s = decoder.step().seconds
-            times.append((s["draft"] / K * 1e3, (s["verify"] + s["rest"]) * 1e3))
-            decoder.lengths[:], decoder.ends[:] = n, n + K + 1  # the same shape again
-            for model in decoder.models:
-                model.commit(np.arange(B), decoder.lengths)
-        draft[R], verify[R + budget] = np.median(times[1:], axis=0)
-    times = []  # a drafter that is left behind has more to read in its first pass
-    behind = min(7, n - 1)
-    for _ in range(repeats):
-        decoder.drafter.commit(np.arange(B), decoder.lengths - behind)
-        times.append(decoder.step().seconds["draft"] * 1e3)
-        decoder.lengths[:], decoder.ends[:] = n, n + K + 1
+
+    def timed():
+        seconds = decoder.step().seconds
+        decoder.lengths[:], decoder.ends[:] = n, n + K + 1  # the same shape again
         for model in decoder.models:
             model.commit(np.arange(B), decoder.lengths)
+        return seconds["draft"] * 1e3, (seconds["verify"] + seconds["rest"]) * 1e3
+
+    for R, share in [(r, 0.0) for r in sorted({1, -(-B // 4), -(-B // 2)} - {B})] + [
+            (B, share) for share in (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]:
+        decoder.slots, budget = np.arange(R), int(share * K * R)
+        decoder.choose = lambda limits, _: (limits, budget)
+        drafting, verify[R + budget] = np.median([timed() for _ in range(repeats + 1)][1:], axis=0)
+        draft[R] = drafting / K
+    behind, times = min(7, n - 1), []  # a drafter left behind has more to read in its first pass
+    for _ in range(repeats):
+        decoder.drafter.commit(np.arange(B), decoder.lengths - behind)
+        times.append(timed()[0])
     draft[(behind + 1) * B] = max(draft[B], np.median(times) - (K - 1) * draft[B])
     return CostTable(draft, verify, learning=True)
 
@@ -900,9 +908,10 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
 
     Same seed, inputs, device, estimator and cost table built from points: same tokens. (A measured
     table goes on learning from the clock, so budgets and tokens may differ from run to run; their
-    distribution does not.) Raises ValueError before any work.
+    distribution does not.) Raises ValueError before any work; NotImplementedError if a first pass
+    shows that a model does not fit; FloatingPointError for logits that are not finite.
     """
-    requests, eos = _check(**locals())
+    requests, eos = _check(**locals())  # must be the first line
     K, law = num_speculative_tokens, dict(temperature=temperature, top_k=top_k, top_p=top_p)
     tokens, B = [[] for _ in requests], max(1, min(max_batch_size, len(requests)))
     longest = max([len(p) + new for p, new in requests if new], default=0)
