@@ -775,7 +775,7 @@ class Decoder:
     def commit(self, done: Step, target_tokens: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
         slots, K, stats, position = self.slots, self.K, self.stats, np.arange(self.K + 1)
-        emitted = np.pad(done.drafts, ((0, 0), (0, 1)))  # (R, K+1)
+        emitted = np.concatenate([done.drafts, done.next_tokens[:, None]], 1)  # (R, K+1)
         emitted[np.arange(len(slots)), done.accepted] = done.next_tokens
         count = done.accepted + 1
         stop = np.isin(emitted, self.eos) & (position < count[:, None])
@@ -794,7 +794,7 @@ class Decoder:
         stats.target_tokens += target_tokens
         # What the next step may expect: of a request what it showed in this one, and where nothing
         # was drafted, that it goes on as requests do: their mean, over some 5 steps or 80 drafts.
-        before = np.pad(done.survival, ((0, 0), (1, 0)), constant_values=1.0)[:, :K]
+        before = np.concatenate([np.ones((len(slots), 1)), done.survival], 1)[:, :K]
         confidence = np.where(done.survival < 0, self.mean_confidence,
                               done.survival / np.maximum(before, 1e-9))  # (R, K)
         self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * len(slots) + 80)

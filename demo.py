@@ -735,7 +735,7 @@ def sweep(run: Run, args):
     if run.pair.kinds:
         by_kind(run, costs)
     if args.peers:
-        for load in {1, 64} & set(run.loads):
+        for load in sorted({1, 16, 64} & set(run.loads)):
             peers(run, load, costs[load])
 
 
