@@ -80,12 +80,10 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float 
     logits = logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    probs = _temper(logits, temperature).softmax(-1)  # ours alone: may be changed in place
-    if 0 < top_k < probs.shape[-1]:
-        _keep_from(probs, probs.topk(top_k).values[..., -1:])
-    if top_p < 1:
-        _keep_from(probs, _nucleus_floor(probs, top_p))
-    return probs
+    scaled, V = _temper(logits, temperature), logits.shape[-1]
+    if 0 < top_k < V:
+        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[..., -1:], -torch.inf)
+    return scaled.softmax(-1) if top_p == 1 else _nucleus(scaled, top_p)
 
 
 def _temper(logits, temperature):
@@ -95,21 +93,29 @@ def _temper(logits, temperature):
     return (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
 
 
-def _keep_from(probs, floor):
-    probs.masked_fill_(probs < floor, 0.0)
-    probs.div_(probs.sum(-1, keepdim=True))
-
-
-def _nucleus_floor(probs, top_p, k=64):
-    """Smallest probability inside the top-p nucleus, (..., 1): a threshold, without a full sort."""
-    k = min(k, probs.shape[-1]) if probs.is_cpu else probs.shape[-1]  # a second look needs a host
-    top = probs.topk(k).values  # (..., k), descending
-    inside = top.cumsum(-1) - top < top_p
+def _nucleus(scaled, top_p, k=64):
+    """Law of the fewest tokens whose probability reaches top_p, from each row's k largest only."""
+    k = min(k, scaled.shape[-1]) if scaled.is_cpu else scaled.shape[-1]  # see the last lines
+    top, at = _largest(scaled, k)  # (..., k), descending
+    probs = (top - scaled.logsumexp(-1, keepdim=True)).exp()
+    inside = probs.cumsum(-1) - probs < top_p
     inside[..., 0] = True  # at least one, however small top_p is
-    floor = top.masked_fill(~inside, 1.0).amin(-1, keepdim=True)
-    if k < probs.shape[-1] and (short := inside[..., -1] & (top.sum(-1) < top_p)).any():
-        floor[short] = _nucleus_floor(probs[short], top_p, 8 * k)  # only the rows k did not cover
-    return floor
+    kept = probs * (probs >= probs.masked_fill(~inside, 1.0).amin(-1, keepdim=True))
+    law = torch.zeros_like(scaled).scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
+    if k < scaled.shape[-1] and (short := kept[..., -1] > 0).any():  # read on the host: a CPU only
+        law[short] = _nucleus(scaled[short], top_p, 8 * k)  # these rows need more than k, or may
+    return law
+
+
+def _largest(x, k):
+    """x.topk(k), faster for many columns: the k largest lie in the k blocks of largest maximum."""
+    size = math.gcd(x.shape[-1], 64)
+    if x.shape[-1] < 2 * k * size or size == 1:
+        return x.topk(k)
+    blocks = x.unflatten(-1, (-1, size))
+    best = blocks.amax(-1).topk(k).indices  # (..., k)
+    top, at = blocks.take_along_dim(best[..., None], -2).flatten(-2).topk(k)
+    return top, best.gather(-1, at // size) * size + at % size
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -759,7 +765,9 @@ class Decoder:
             _need(len(logits) == len(rows), "the drafter's logits", f"of {len(rows)} rows",
                   tuple(logits.shape))
             finite = finite & logits.amax(-1).isfinite().all()
-            law = F.pad(warp(logits, **self.sampling), (0, V - logits.shape[1]))  # q = 0 beyond
+            law = warp(logits, **self.sampling)
+            if V > law.shape[1]:  # what the drafter lacks is never drafted: q = 0
+                law = F.pad(law, (0, V - law.shape[1]))
             x = sample(law, self.generator)  # (rows,)
             row, slot, end = torch.from_numpy(np.stack([rows, slots, ends])).to(device)
             row = slice(None) if len(rows) == R else row  # all of them: no index needed

@@ -129,6 +129,29 @@ def test_tiny_temperature_is_greedy_not_nan(temperature):
         assert av.logit_q_max(logits, temperature).item() == 10
 
 
+@pytest.mark.parametrize("V", [8192, 9000, 4099])
+def test_a_large_vocabulary_is_cut_and_drawn_as_a_small_one(V):
+    """Rows that need more than the few largest, ties across blocks or a block's edge: the law of
+    top-k and top-p must be that of a full sort, and no token outside it drawn."""
+    generator = torch.Generator().manual_seed(V)
+    logits = torch.randn(12, V, generator=generator) * torch.linspace(0.1, 9, 12)[:, None]
+    logits[3] = logits[3].round()  # many ties
+    logits[4, ::64] = 20.0  # the first of each block
+    for law in (dict(top_p=0.95), dict(top_p=0.3, temperature=0.7), dict(top_k=70, top_p=0.9)):
+        probs = (logits.double() / law.get("temperature", 1)).softmax(-1)
+        if "top_k" in law:
+            probs = probs * (probs >= probs.topk(law["top_k"]).values[:, -1:])
+            probs /= probs.sum(-1, keepdim=True)
+        ordered = probs.sort(-1, descending=True).values
+        inside = ordered.cumsum(-1) - ordered < law["top_p"]
+        floor = ordered.masked_fill(~inside, 9).amin(-1, keepdim=True) * (1 - 1e-9)
+        probs = probs * (probs >= floor)
+        got = av.warp(logits, **law)
+        assert (got - probs / probs.sum(-1, keepdim=True)).abs().sum(-1).max() < 1e-4
+        draws = torch.stack([av.sample(got, generator) for _ in range(200)], 1)
+        assert (got.gather(1, draws) > 0).all()
+
+
 def test_a_tiny_nucleus_holds_one_token():
     """A top_p that float32 rounds to 0 leaves nothing, 0 / 0, and then some token at random."""
     for top_p in (1e-50, 1e-6):
