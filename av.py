@@ -318,11 +318,11 @@ class Curve:
         if tokens > 1.5 * self.tokens[-1]:  # a batch of prompts says little about the points
             return
         expected, smaller = self(tokens), self.tokens < tokens
-        change = rate * np.clip(ms - expected, -expected / 2, expected / 2)  # hiccups count little
+        change = rate * np.clip(ms / expected - 1, -0.5, 0.5)  # a share; hiccups count little
         near = [np.interp(tokens, self.tokens, point) for point in np.eye(len(self.ms))]
-        points = self.ms + change * np.array(near)
+        points = self.ms * (1 + change * np.array(near))
         # Fewer tokens take no longer; else the running maximum would undo every fall.
-        points[smaller] = np.minimum(points[smaller], expected + change)
+        points[smaller] = np.minimum(points[smaller], expected * (1 + change))
         self._set(points)
 
 
@@ -421,7 +421,7 @@ class Ragged:
         # each long row: a prompt, or a drafter left behind (2 pending are usual, see SlotLM).
         # Where the counts cannot be read freely, an upper bound is the width.
         free, (_, cached, pending) = device.type in READ_FREELY, table
-        widths = counts.numpy() if free else pending + min(budget, max_drafts)
+        widths = counts.numpy() if free else pending + min(budget, max_drafts or budget)
         n, long = len(widths), np.flatnonzero(pending > 2)
         width = int(widths[pending <= 2].max(initial=1))
         self.calls, starts = [], np.arange(n) * width
@@ -673,7 +673,10 @@ class Decoder:
 
     @torch.no_grad()
     def step(self) -> Step | None:
-        """Admit, then one step for every request; None when there are none. Numbers: README."""
+        """Admit, then one step for every request; None when there are none. Numbers: README.
+
+        Raises FloatingPointError for logits that are not finite; the decoder is spent then.
+        """
         self.admit()
         slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
         R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
@@ -923,7 +926,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     K, law = num_speculative_tokens, dict(temperature=temperature, top_k=top_k, top_p=top_p)
     tokens, B = [[] for _ in requests], max(1, min(max_batch_size, len(requests)))
     longest = max([len(p) + new for p, new in requests if new], default=0)
-    usable = min(K, longest - 2)  # drafts that any request could use
+    usable = min(K, max([new for _, new in requests], default=0) - 1)  # drafts one could use
     if usable < 1:
         plan = "fixed"
     if plan != "fixed":

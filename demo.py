@@ -454,6 +454,8 @@ def draft_ms(cost: av.CostTable, load: int, K: int) -> float:
 
 def measure(run: Run) -> dict[int, av.CostTable]:
     """Measure and show a cost table for each load: {requests: table}."""
+    if longest(run.pair) < 2 * run.K + 2:
+        raise ValueError(f"K = {run.K} is too much for {longest(run.pair)} positions")
     run.title("What a step costs in ms, by load (requests at once). T(n): n tokens into the target")
     print(f"  load{'a drafter pass':>17}{'no drafts':>21}{f'{run.K} drafts each':>21}"
           f"{'one more draft':>18}")
@@ -1464,8 +1466,11 @@ def arguments() -> argparse.Namespace:
         parser.error("--target and --draft go together")
     if args.command != "sweep" and (args.csv or args.peers):
         parser.error("--csv and --peers belong to sweep")
-    if args.csv and not pathlib.Path(args.csv).absolute().parent.is_dir():
-        parser.error(f"--csv {args.csv}: there is no such folder")
+    if args.csv:
+        try:
+            open(args.csv, "a").close()  # before the measurement, not after it
+        except OSError as error:
+            parser.error(f"--csv: {error}")
     return args
 
 
