@@ -364,7 +364,8 @@ def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
     (`Decoder.choose` is the same with prompts in the step.)
     """
     B, K = survival.shape
-    return plan_step(survival, {K: K * cost.draft(B)}, cost.verify(B + np.arange(B * K + 1)))[1][0]
+    verify_ms = cost.verify(B + np.arange(B * K + 1))
+    return int(plan_step(survival, {K: K * cost.draft(B)}, verify_ms)[1][0])
 
 
 def trim(survival: Tensor, budget: int) -> Tensor:
@@ -733,12 +734,12 @@ class Decoder:
         # What prompts cost is left out: it is the same whatever the plan, and would water it down.
         verify_ms = verify(other + np.arange(R * K + 1)) - verify(other) + verify(R)
         if self.plan == "verification":
-            return limits, plan_step(survival, {K: K * draft(R)}, verify_ms)[1][0]
+            return limits, int(plan_step(survival, {K: K * draft(R)}, verify_ms)[1][0])
         rates, budgets = plan_step(survival, {k: k * draft(R) for k in range(K + 1)}, verify_ms)
         # Smoothed over steps: to change the depth to and fro costs more than it brings.
         self.rates = rates if self.rates is None else self.rates + 0.1 * (rates - self.rates)
         depth = int(np.argmax(self.rates))
-        return np.minimum(limits, depth), budgets[depth]
+        return np.minimum(limits, depth), int(budgets[depth])
 
     def pending(self, slots, ends):
         """Tokens that the drafter has to read before it can go on from `ends`."""
