@@ -974,11 +974,11 @@ def test_half_precision_differs_only_at_near_ties(dtype):
             assert best[0] - best[1] < 0.03 * (row.max() - row.min())
 
 
-@pytest.mark.parametrize("plan", ["fixed", "verification"])
+@pytest.mark.parametrize("plan", av.PLANS)
 def test_no_device_is_mixed_and_a_step_reads_back_once(plan, monkeypatch):
     """On shapes alone (fake tensors on "meta"): an `.item()`, a boolean mask or a CPU index in a
     step raises here, and would wait or fail on a GPU. The one read-back of the step is answered
-    by hand. (Joint reads once more per pass.)"""
+    by hand."""
     reads = []
 
     def answer(table):
