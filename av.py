@@ -42,6 +42,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+READ_FREELY = {"cpu"}  # where reading a tensor on the host waits for nothing
+
 
 def _need(ok, name, what, value):
     if not ok:
@@ -95,14 +97,15 @@ def _temper(logits, temperature):
 
 def _nucleus(scaled, top_p, k=64):
     """Law of the fewest tokens whose probability reaches top_p, from each row's k largest only."""
-    k = min(k, scaled.shape[-1]) if scaled.is_cpu else scaled.shape[-1]  # see the last lines
+    free, V = scaled.device.type in READ_FREELY, scaled.shape[-1]
+    k = min(k, V) if free else V  # a second look has to be read on the host
     top, at = _largest(scaled, k)  # (..., k), descending
     probs = (top - scaled.logsumexp(-1, keepdim=True)).exp()
     inside = probs.cumsum(-1) - probs < top_p
     inside[..., 0] = True  # at least one, however small top_p is
     kept = probs * (probs >= probs.masked_fill(~inside, 1.0).amin(-1, keepdim=True))
     law = torch.zeros_like(scaled).scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
-    if k < scaled.shape[-1] and (short := kept[..., -1] > 0).any():  # read on the host: a CPU only
+    if k < V and (short := kept[..., -1] > 0).any():
         law[short] = _nucleus(scaled[short], top_p, 8 * k)  # these rows need more than k, or may
     return law
 
@@ -387,9 +390,6 @@ def trim(survival: Tensor, budget: int) -> Tensor:
 #    All tokens travel as one row (1, T), so that linear layers see real tokens only; attention
 #    unpacks them against one cache slot per request.
 
-READ_FREELY = {"cpu"}  # where reading a tensor on the host waits for nothing
-
-
 class Ragged:
     """Where the T packed tokens of one forward pass belong; `ragged_attention` reads it.
 
@@ -669,7 +669,7 @@ class Decoder:
         self.survival = np.ones((B, K))  # of each request's last step
         self.q = torch.zeros(B, K, self.target.vocab_size, device=self.device, dtype=torch.float32)
         self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
-        self.rates = None  # joint: tokens per ms to be expected of each depth
+        self.rates = None  # tokens per ms to be expected of each depth that the plan may choose
         self.stats = Stats(*np.zeros((3, K), int))
 
     @torch.no_grad()
@@ -733,13 +733,12 @@ class Decoder:
         survival = np.where(np.arange(K) < limits[:, None], self.survival[self.slots], -1.0)
         # What prompts cost is left out: it is the same whatever the plan, and would water it down.
         verify_ms = verify(other + np.arange(R * K + 1)) - verify(other) + verify(R)
-        if self.plan == "verification":
-            return limits, int(plan_step(survival, {K: K * draft(R)}, verify_ms)[1][0])
-        rates, budgets = plan_step(survival, {k: k * draft(R) for k in range(K + 1)}, verify_ms)
+        depths = range(K + 1) if self.plan == "joint" else [K]
+        rates, budgets = plan_step(survival, {k: k * draft(R) for k in depths}, verify_ms)
         # Smoothed over steps: to change the depth to and fro costs more than it brings.
         self.rates = rates if self.rates is None else self.rates + 0.1 * (rates - self.rates)
-        depth = int(np.argmax(self.rates))
-        return np.minimum(limits, depth), int(budgets[depth])
+        best = int(np.argmax(self.rates))
+        return np.minimum(limits, depths[best]), int(budgets[best])
 
     def pending(self, slots, ends):
         """Tokens that the drafter has to read before it can go on from `ends`."""

@@ -128,35 +128,45 @@ def pair_losses(target, drafter, ids: torch.Tensor, fraction: float):
     imitation = -(p * log_q).sum(-1).mean()
     accepted = torch.minimum(p, log_q.exp()).sum(-1).mean()
     # Cross entropy starts the drafter off; later the acceptance itself, which is what counts in
-    # use, takes over (cross entropy alone ended at a lower acceptance).
+    # use, takes over.
     early, late = max(0.1, 1 - 2 * fraction), 3 * min(1.0, 2 * fraction)
     return nats + early * imitation + late * (1 - accepted), nats, accepted
 
 
-def train_pair(target, drafter, seconds: float = 135.0, seed: int = 0,
-               progress: Callable[[float, dict], None] = lambda fraction, losses: None) -> None:
-    """Train both in one loop that ends on time: the drafter imitates what the target learns."""
-    generator = torch.Generator().manual_seed(seed)
-    texts = list(workloads().values())
-    optims = optimizers(target, 1e-2, 3e-3) + optimizers(drafter, 1e-2, 1e-2)
+def descend(models: list, optims: list, loss: Callable, seconds: float, seed: int = 0):
+    """Train models until the time is up: loss(ids, fraction) gives what to descend and a text.
+
+    A bar and that text are on the screen meanwhile.
+    """
+    generator, texts = torch.Generator().manual_seed(seed), list(workloads().values())
     groups = [(group, group["lr"]) for optim in optims for group in optim.param_groups]
-    for model in (target, drafter):  # the fused attention's backward pass is slow on a CPU
+    for model in models:  # the fused attention's backward pass is slow on a CPU
         model.train().set_attn_implementation("eager")
     start = reported = time.monotonic()
     while (fraction := (time.monotonic() - start) / seconds) < 1:
         for group, peak in groups:  # by the clock, so that a slow machine decays in time too
             group["lr"] = peak * min(1.0, fraction / 0.03 + 0.03, (1 - fraction) / 0.6)
-        ids = training_bytes(texts, generator).to(target.device)
-        loss, nats, accepted = pair_losses(target, drafter, ids, fraction)
-        loss.backward()
+        value, text = loss(training_bytes(texts, generator).to(models[0].device), fraction)
+        value.backward()
         for optim in optims:
             optim.step()
             optim.zero_grad()
         if time.monotonic() - reported > 0.5:
             reported = time.monotonic()
-            progress(fraction, {"target": nats.item(), "accepted": accepted.item()})
-    for model in (target, drafter):
+            status(f"[{'#' * round(30 * fraction):30}] {fraction:4.0%}  {text}")
+    status()
+    for model in models:
         model.eval().set_attn_implementation("sdpa")
+
+
+def train_pair(target, drafter, seconds: float):
+    """Train both in one loop that ends on time: the drafter imitates what the target learns."""
+    def loss(ids, fraction):
+        value, nats, accepted = pair_losses(target, drafter, ids, fraction)
+        return value, f"target {nats:.2f} nats per byte, drafts accepted {accepted:.0%}"
+
+    descend([target, drafter], optimizers(target, 1e-2, 3e-3) + optimizers(drafter, 1e-2, 1e-2),
+            loss, seconds)
 
 
 def cache_folder() -> pathlib.Path:
@@ -207,10 +217,7 @@ def built_in_pair(device: torch.device, quick: bool):
     print(f"training the built-in pair for {seconds} s" + (" only (--quick)" if quick else "")
           + f", this once; it will be kept in {cache_folder()}", flush=True)
     pair = [model.to(device) for model in build_pair(large=large)]
-    train_pair(*pair, seconds, progress=lambda done, losses: status(
-        f"[{'#' * round(30 * done):30}] {done:4.0%}  target {losses['target']:.2f} nats per byte, "
-        f"drafts accepted {losses['accepted']:.0%}"))
-    status()
+    train_pair(*pair, seconds)
     keep(name, pair)
     return pair
 
@@ -226,21 +233,13 @@ def small_drafter(drafter, quick: bool):
         small = LlamaForCausalLM(LlamaConfig(**{**c.to_dict(), **sizes}))
     if cached(name, [small]):
         return small.to(device, drafter.dtype)
-    generator, texts = torch.Generator().manual_seed(1), list(workloads().values())
-    small.to(device).train().set_attn_implementation("eager")
-    optims, seconds, start = optimizers(small, 1e-2, 1e-2), 4 if quick else 20, time.monotonic()
-    groups = [group for optim in optims for group in optim.param_groups]
-    while (fraction := (time.monotonic() - start) / seconds) < 1:
-        status(f"training a second, smaller drafter, this once: {fraction:4.0%}")
-        for group in groups:
-            group["lr"] = 1e-2 * (1 - fraction)
-        ids = training_bytes(texts, generator).to(device)
+
+    def loss(ids, fraction):
         logits = small(input_ids=ids[:, :-1], use_cache=False).logits
-        F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
-    small.eval().set_attn_implementation("sdpa")
+        nats = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        return nats, f"a second, smaller drafter, this once: {nats:.2f} nats per byte"
+
+    descend([small.to(device)], optimizers(small, 1e-2, 1e-2), loss, 4 if quick else 20, seed=1)
     keep(name, [small])
     return small.to(drafter.dtype)
 
