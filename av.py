@@ -72,52 +72,63 @@ def _check_law(temperature, top_k, top_p):
 # 1. Sampling: logits -> probabilities -> token. Every law in this file is one of these rows.
 
 
-def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+         out: Tensor | None = None) -> Tensor:
     """Logits (..., V) to the float32 probabilities they are sampled with, (..., V).
 
     Temperature, then top-k (0: off), then top-p, as transformers and vLLM order them; tokens that
-    tie with the last one kept are kept. Temperature 0 is the one-hot case of the same law.
+    tie with the last one kept are kept. Temperature 0 is the one-hot case of the same law. out: a
+    float32 tensor (..., V) to hold the result.
     """
     _check_law(temperature, top_k, top_p)
-    logits = logits.float()
+    weights = _weights(logits, temperature or 1.0, out)
     if temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    scaled, V = _temper(logits, temperature), logits.shape[-1]
-    if 0 < top_k < V:
-        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[..., -1:], -torch.inf)
-    return scaled.softmax(-1) if top_p == 1 else _nucleus(scaled, top_p)
+        return weights.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    if top_p == 1 and not 0 < top_k < logits.shape[-1]:
+        return weights.div_(weights.sum(-1, keepdim=True))
+    return _cut(weights, top_k, top_p, max(64, top_k + 1))
 
 
-def _temper(logits, temperature):
-    if temperature == 1:
-        return logits
-    # The maximum goes first: a tiny temperature then underflows to exp(-inf) = 0, never inf - inf.
-    return (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+def _weights(logits, temperature, out=None):
+    """exp((logits - max) / temperature): probabilities but for a factor, the largest of them 1."""
+    logits = logits.float()
+    weights = torch.sub(logits, logits.amax(-1, keepdim=True), out=out)
+    # The maximum went first: a tiny temperature underflows to exp(-inf) = 0, never to inf - inf.
+    return (weights if temperature == 1 else weights.div_(max(temperature, 1e-30))).exp_()
 
 
-def _nucleus(scaled, top_p, k=64):
-    """Law of the fewest tokens whose probability reaches top_p, from each row's k largest only."""
-    free, V = scaled.device.type in READ_FREELY, scaled.shape[-1]
-    k = min(k, V) if free else V  # a second look has to be read on the host
-    top, at = _largest(scaled, k)  # (..., k), descending
-    probs = (top - scaled.logsumexp(-1, keepdim=True)).exp()
-    inside = probs.cumsum(-1) - probs < top_p
-    inside[..., 0] = True  # at least one, however small top_p is
-    kept = probs * (probs >= probs.masked_fill(~inside, 1.0).amin(-1, keepdim=True))
-    law = torch.zeros_like(scaled).scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
-    if k < V and (short := kept[..., -1] > 0).any():
-        law[short] = _nucleus(scaled[short], top_p, 8 * k)  # these rows need more than k, or may
+def _cut(weights, top_k, top_p, n):
+    """Law of the heaviest tokens that top-k and then top-p leave; overwrites `weights`.
+
+    Looks at the n heaviest tokens of each row only, which needs no sort of V; a row that keeps all
+    of them may need more, and is looked at again. Where a look at that waits, n is V at once.
+    """
+    V = weights.shape[-1]
+    n = min(n, V) if weights.device.type in READ_FREELY else V
+    top, at = _largest(weights, n)  # (..., n), descending
+    total, limited = weights.sum(-1, keepdim=True), 0 < top_k < V
+    if limited:
+        top = top * (top >= top[..., top_k - 1, None])
+        total = top.sum(-1, keepdim=True)
+    before = top.cumsum(-1) - top  # the first token has 0, and stays however small top_p is
+    last = top.masked_fill((before > 0) & (before >= top_p * total), torch.inf)
+    kept = top * (top >= last.amin(-1, keepdim=True))
+    short = (top if limited else kept)[..., -1] > 0
+    again = weights[short] if n < V and short.any() else None
+    law = weights.zero_().scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
+    if again is not None:
+        law[short] = _cut(again, top_k, top_p, 8 * n)
     return law
 
 
-def _largest(x, k):
-    """x.topk(k), faster for many columns: the k largest lie in the k blocks of largest maximum."""
-    size = math.gcd(x.shape[-1], 64)
-    if x.shape[-1] < 2 * k * size or size == 1:
-        return x.topk(k)
+def _largest(x, n):
+    """x.topk(n), faster for many columns: the n largest lie in the n blocks of largest maximum."""
+    size = math.gcd(x.shape[-1], 32)
+    if x.shape[-1] < 2 * n * size or size == 1:
+        return x.topk(n)
     blocks = x.unflatten(-1, (-1, size))
-    best = blocks.amax(-1).topk(k).indices  # (..., k)
-    top, at = blocks.take_along_dim(best[..., None], -2).flatten(-2).topk(k)
+    best = blocks.amax(-1).topk(n).indices  # (..., n)
+    top, at = blocks.take_along_dim(best[..., None], -2).flatten(-2).topk(n)
     return top, best.gather(-1, at // size) * size + at % size
 
 
@@ -130,7 +141,7 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     V = probs.shape[-1]
     if V > 1024 and (size := math.gcd(V, 512)) > 1:
         blocks = probs.unflatten(-1, (-1, size))  # (..., V / size, size)
-        block = sample(blocks.sum(-1, dtype=torch.float64), generator)
+        block = sample(blocks.sum(-1), generator)
         inside = blocks.take_along_dim(block[..., None, None], -2).squeeze(-2)  # (..., size)
         return block * size + sample(inside, generator)
     cdf = probs.cumsum(-1, dtype=torch.float64)
@@ -187,13 +198,10 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-odds of the drafter's most likely token, (..., V) -> (...,), clamped to +-10.
 
     LOSSLESS: reads the law, never the drawn token. Taken before top-k and top-p, which often leave
-    one token (q_max = 1, no information); temperature 0 uses the unscaled logits. As the maximum
-    minus the logsumexp of the others it does not overflow when q_max -> 1.
+    one token (q_max = 1, no information); temperature 0 uses the unscaled logits. The weight of the
+    maximum is 1, so the odds are 1 to the sum of the others, and q_max -> 1 does not overflow.
     """
-    scaled = _temper(logits.float(), temperature or 1.0)
-    top, index = scaled.max(-1, keepdim=True)
-    others = scaled.scatter(-1, index, -torch.inf).logsumexp(-1)
-    return (top.squeeze(-1) - others).clamp(-10.0, 10.0)
+    return -(_weights(logits, temperature or 1.0).sum(-1) - 1).log().clamp(-10.0, 10.0)
 
 
 class AcceptanceEstimator:
@@ -318,8 +326,8 @@ class Curve:
 
     def learn(self, tokens: float, ms: float, rate: float = 0.1):
         """Move the points next to `tokens` towards a step that really took `ms`."""
-        if tokens > 1.5 * self.tokens[-1]:  # a batch of prompts says little about the points
-            return
+        if tokens > 2 * self.tokens[-1]:
+            return  # many prompts, or much that a drafter missed, say little about the points
         expected, smaller = self(tokens), self.tokens < tokens
         change = rate * np.clip(ms / expected - 1, -0.5, 0.5)  # a share; hiccups count little
         near = [np.interp(tokens, self.tokens, point) for point in np.eye(len(self.ms))]
@@ -330,9 +338,9 @@ class Curve:
 
 
 class CostTable:
-    """What a step costs: `draft(n)` is one drafter pass over n tokens, `verify(n)` all the rest of
-    a step with n target query tokens, in milliseconds. Built from points it stays as given; one
-    from `measure_costs` is `learning`: it goes on with the time of every step that it plans."""
+    """What a step costs, in milliseconds: `draft(n)` is one drafter pass over n tokens, `verify(n)`
+    all the rest of a step with n target query tokens. Built from points it stays as given;
+    `measure_costs` gives one that goes on learning from the steps that it plans."""
 
     def __init__(self, draft: dict[int, float], verify: dict[int, float], learning: bool = False):
         self.draft, self.verify = Curve("draft", draft), Curve("verify", verify)
@@ -341,34 +349,29 @@ class CostTable:
             warnings.warn("verify costs are flat: trimming can never pay", stacklevel=2)
 
 
-def plan_step(survival: np.ndarray, draft_ms, verify_ms: np.ndarray) -> tuple:
+def plan_step(survival: np.ndarray, cost: CostTable, depths) -> tuple[np.ndarray, np.ndarray]:
     """For each depth: the most tokens per millisecond to be expected, and the budget that gives it.
 
-    survival (B, K), negative where no draft can be used; draft_ms: {depth: time to draw so many
-    drafts for each request}; verify_ms: (B * K + 1,), the rest of the step by budget, the number of
-    drafts to verify over all requests. A global argmax, for costs may be a staircase; of equal ones
-    the smallest. Returns two arrays in the order of draft_ms.
+    survival (B, K), negative where no draft can be used; depths: numbers of drafts that each
+    request may draw. A global argmax over all budgets, for costs may be a staircase; of equal ones
+    the smallest. Returns rates and budgets, both (depths,).
     LOSSLESS: pass survivals of *earlier* steps. This step's depend on the tokens drawn, so a budget
     made of them would decide about a draft by looking at it.
     """
-    rates, budgets = [], []
-    for depth, ms in draft_ms.items():
+    B, rates, budgets = len(survival), [], []
+    verify_ms = cost.verify(B + np.arange(survival.size + 1))  # by budget
+    for depth in depths:
         best = np.sort(survival[:, :depth].clip(0), None)[::-1]  # what cannot be used adds nothing
-        tokens = len(survival) + np.append(0.0, best.cumsum())  # by budget
-        rate = tokens / (ms + verify_ms[:len(tokens)])
+        tokens = B + np.append(0.0, best.cumsum())  # by budget
+        rate = tokens / (depth * cost.draft(B) + verify_ms[:len(tokens)])
         budgets.append(int(np.argmax(rate)))
         rates.append(rate[budgets[-1]])
     return np.array(rates), np.array(budgets)
 
 
 def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
-    """The published rule for survivals (B, K) and one query per request: K drafts, then a budget.
-
-    (`Decoder.choose` is the same with prompts in the step.)
-    """
-    B, K = survival.shape
-    verify_ms = cost.verify(B + np.arange(B * K + 1))
-    return int(plan_step(survival, {K: K * cost.draft(B)}, verify_ms)[1][0])
+    """The published rule for survivals (B, K): K drafts are drawn, so many of them are verified."""
+    return int(plan_step(survival, cost, [survival.shape[1]])[1][0])
 
 
 def trim(survival: Tensor, budget: int) -> Tensor:
@@ -390,11 +393,12 @@ def trim(survival: Tensor, budget: int) -> Tensor:
 #    All tokens travel as one row (1, T), so that linear layers see real tokens only; attention
 #    unpacks them against one cache slot per request.
 
+
 class Ragged:
     """Where the T packed tokens of one forward pass belong; `ragged_attention` reads it.
 
     Request i, in slot slots[i], brings pending[i] tokens that are known but not cached, then
-    drafts[i] drafts, `budget` of them in all.
+    drafts[i] drafts, `budget` of them in all, at most max_drafts each.
     """
 
     def __init__(self, slots, cached, pending, drafts, budget, max_drafts, device):
@@ -416,7 +420,8 @@ class Ragged:
         self.slots, self.positions = slot[row], start[row] + offset  # (T,), (T,)
         # Logits are wanted after the last pending token (the law of draft 0) and after each draft:
         # of a known number of tokens, so a sort finds them without a read-back.
-        self.keep = (offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
+        self.keep = 0 if T == R + budget else (  # 0: all
+            offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
         self.layers = set()  # that have attended
         # Attention pads: one call for all rows, as wide as the widest that is not long, and one for
         # each long row: a prompt, or a drafter left behind (2 pending are usual, see SlotLM).
@@ -480,9 +485,8 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                 scores = torch.cat([scores, sink.expand(r, -1, -1, 1)], -1)
             out = scores.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype) @ v
         outputs.append(out.unflatten(2, (w, G)).transpose(1, 2).flatten(2, 3).flatten(0, 1))
-    if not ragged.unpadded:  # (r * w, H, D) of each call -> (T, H, D)
-        outputs = [torch.cat(outputs)[ragged.place]]
-    return outputs[0][None], None
+    out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # (r * w, H, D) of each call
+    return (out if ragged.unpadded else out[ragged.place])[None], None  # (1, T, H, D)
 
 
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal"}
@@ -512,9 +516,8 @@ def _attending(configs):
 #    The loop knows a drafter by three verbs, as below: `logits(tokens, lengths, slots)` gives
 #    (R, V) for the next token of each of the slots (`lengths` counts the drafts so far in), and the
 #    loop draws it; `commit(slots, lengths)` says what became of them: what lies beyond is void;
-#    `reset(slot)`. (If it has `cached`, tokens read by slot, its passes are priced by what they
-#    read.) One that drafts in parallel computes in the first of the K calls and hands out in the
-#    others; one that reads the target's hidden states takes them by a hook.
+#    `reset(slot)`. One that drafts in parallel computes in the first of the K calls and hands out
+#    in the others; one that reads the target's hidden states takes them by a hook.
 
 
 class SlotLM:
@@ -602,7 +605,7 @@ class Stats:
     request_steps: int = 0  # requests in the batch, summed over the steps
     committed: int = 0  # tokens given out, bonus tokens included
     target_tokens: int = 0  # query tokens: prompts, one per request and step, verified drafts
-    seconds: dict = field(default_factory=lambda: dict(draft=0.0, verify=0.0, rest=0.0))
+    seconds: dict = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
     def accept_length(self) -> float:
@@ -619,7 +622,7 @@ class Step(NamedTuple):
     drafts: np.ndarray
     features: np.ndarray  # logit(q_max)
     survival: np.ndarray  # -1 where nothing was drafted
-    seconds: dict  # draft, verify, rest; predicted: what the cost table said of their sum
+    seconds: dict  # PHASES; predicted: what the cost table said of their sum
 
 
 class Result(NamedTuple):
@@ -631,6 +634,7 @@ class Result(NamedTuple):
 
 
 PLANS = ("fixed", "verification", "joint")
+PHASES = ("draft", "verify", "rest")  # of a step's time
 
 
 class Decoder:
@@ -638,27 +642,35 @@ class Decoder:
 
     requests: an iterator of (prompt, max_new_tokens), endless if you like; one that ends is
     replaced before the next step, one that wants 0 tokens is passed over. max_length: the most
-    tokens of a request, its prompt included. finished: (number, new tokens) of those that ended;
-    empty it now and then in an endless run.
+    tokens of a request, its prompt included. cost: needed for all plans but "fixed". finished:
+    (number, new tokens) of those that ended; empty it now and then in an endless run.
     """
 
     def __init__(self, target, drafter, requests, *, max_length, max_batch_size=64,
                  num_speculative_tokens=7, plan="verification", estimator=None, cost=None,
-                 temperature=1.0, top_k=0, top_p=1.0, eos=(), seed=None):
+                 temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None, seed=None):
         B = _whole("max_batch_size", max_batch_size, 1)
-        K = _whole("num_speculative_tokens", num_speculative_tokens, 0, 1000)
+        K = self.K = _whole("num_speculative_tokens", num_speculative_tokens, 0, 1000)
         _check_law(temperature, top_k, top_p)
         _need(plan in PLANS, "plan", f"one of {PLANS}", plan)
-        _need(not K or plan == "fixed" or None not in (estimator, cost), f"plan={plan!r}",
-              "given an estimator and cost", (estimator, cost))
-        self.K, self.plan, self.estimator, self.cost = K, plan if K else "fixed", estimator, cost
+        _need(cost is None or isinstance(cost, CostTable), "cost", "a CostTable", cost)
+        seed = None if seed is None else _whole("seed", seed, 0)
+        V, _ = _check_pair(target, drafter, K)
+        self.eos = _end_tokens(eos_token_id, V)
+        self.device, self.generator = target.device, torch.Generator(target.device)
+        self.plan, self.cost, self.estimator = plan if K else "fixed", cost, estimator
+        if self.plan != "fixed" and estimator is None:
+            self.estimator = AcceptanceEstimator(K, device=self.device)
+        elif estimator is not None:
+            _need(isinstance(estimator, AcceptanceEstimator), "estimator", "one", estimator)
+            want, got = (K, self.device), (estimator.num_speculative_tokens, estimator.theta.device)
+            _need(got == want, "estimator", f"one of K = {K} on {self.device}", got)
         self.target = SlotLM(target, B, max_length, K)
         own = K == 0 or hasattr(drafter, "logits")
         self.drafter = drafter if own else SlotLM(drafter, B, max_length)
         self.models = [self.target, self.drafter] if K else [self.target]
-        self.sampling, self.eos = dict(temperature=temperature, top_k=top_k, top_p=top_p), list(eos)
-        self.device, self.generator = target.device, torch.Generator(target.device)
-        self.generator.seed() if seed is None else self.generator.manual_seed(int(seed))
+        self.sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+        self.generator.seed() if seed is None else self.generator.manual_seed(seed)
         self.requests = (x for x in enumerate(requests) if x[1][1] > 0)  # who wants any tokens
         self.finished = []
         # By slot. Committed text, then this step's drafts, which count once they are accepted.
@@ -667,7 +679,8 @@ class Decoder:
         self.start, self.lengths, self.ends = np.zeros((3, B), int)
         self.index, self.slots = np.full(B, -1), np.arange(0)  # request of each slot; those in use
         self.survival = np.ones((B, K))  # of each request's last step
-        self.q = torch.zeros(B, K, self.target.vocab_size, device=self.device, dtype=torch.float32)
+        self.p, self.q = (torch.zeros(shape, device=self.device, dtype=torch.float32)
+                          for shape in ((B * (K + 1), V), (B, K, V)))  # kept: allocating costs
         self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
         self.rates = None  # tokens per ms to be expected of each depth that the plan may choose
         self.stats = Stats(*np.zeros((3, K), int))
@@ -676,19 +689,21 @@ class Decoder:
     def step(self) -> Step | None:
         """Admit, then one step for every request; None when there are none. Numbers: README.
 
-        Raises FloatingPointError for logits that are not finite; the decoder is spent then.
+        Raises ValueError for a plan without costs, FloatingPointError for logits that are not
+        finite; the decoder is spent then.
         """
+        _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
         self.admit()
         slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
         R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
         if not R:
             return None
-        limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
-        other = int((lengths - self.target.cached[slots]).sum())  # query tokens that are no drafts
         # 0. plan. LOSSLESS: depth and budget are fixed here, before anything of this step is drawn.
-        depths, budget = self.choose(limits, other)
+        limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
+        depths, budget = self.choose(limits)
+        queries = int((lengths - self.target.cached[slots]).sum()) + budget  # R + budget + prompts
         # 1 + 2. draft, score
-        drafts, q, features, survival, finite = self.draw(depths)
+        drafts, q, feature, survival = self.draw(depths)
         clock.append(_mark(device))
         # 3. trim
         num_verified = trim(survival, budget)  # (R,)
@@ -696,94 +711,82 @@ class Decoder:
         logits = self.target.logits(self.tokens, lengths, slots, num_verified, budget)
         clock.append(_mark(device))
         # 5. accept
-        p = warp(logits, **self.sampling)  # (R + budget, V)
+        finite = logits.amax(-1).isfinite().all()
+        p = warp(logits, **self.sampling, out=self.p[:R + budget])  # (R + budget, V)
         accepted, next_tokens = verify(p, q, drafts, num_verified, self.generator)  # (R,), (R,)
         slot, end = torch.from_numpy(np.stack([slots, lengths])).to(device)
         self.tokens[slot, end + accepted] = next_tokens  # accepted drafts are in place already
         # The one read-back: a float64 table that holds ids and counts exactly.
-        finite = torch.stack([logits.amax(-1).isfinite().all(), finite]).expand(R, 2)
-        columns = (finite, num_verified, accepted, next_tokens, drafts, features, survival)
+        columns = (finite.expand(R), num_verified, accepted, next_tokens, drafts, feature, survival)
         host = _read_back(torch.cat([x.double().reshape(R, -1) for x in columns], 1))
-        for name, ok in zip(("target", "drafter"), host[0]):
+        finite, counts, drafts, features, survival = np.split(
+            host, [1, 4, 4 + K, 4 + 2 * K], axis=1)
+        for name, ok in ("target", finite.all()), ("drafter", np.isfinite(features).all()):
             if not ok:
                 raise FloatingPointError(f"the {name} returned logits that are not finite")
         # 6. learn
         if self.estimator:
-            self.estimator.observe(features, num_verified, accepted)
-        counts, drafts, features, survival = np.split(host[:, 2:], [3, 3 + K, 3 + 2 * K], axis=1)
+            self.estimator.observe(feature, num_verified, accepted)
         done = Step(self.index[slots], *counts.T.astype(int), drafts.astype(int), features,
                     survival, seconds={})
-        self.commit(done, other + budget)
-        self.account(done, other, budget, clock, began)
+        self.commit(done, queries)
+        self.account(done, queries, clock, began)
         return done
 
-    def choose(self, limits, other):
+    def choose(self, limits):
         """Depth of each request (R,) and budget of this step. LOSSLESS: from earlier steps only.
 
-        limits (R,): drafts that each could use; other: query tokens of the target that are no
-        drafts. One step in each round of the estimator drafts and verifies everything: a position
-        that is never verified is never learned again. (Joint, where it costs most: of some slots.)
+        limits (R,): drafts that each could use. One step in each round of the estimator drafts and
+        verifies everything: a position that is never verified is never learned again. (Joint, where
+        it costs most: of some slots.)
         """
         explore = self.estimator and self.estimator.steps % self.estimator.refit_every == 0
         if explore and self.plan == "joint":
             limits = limits * (np.arange(len(limits)) < max(16, len(limits) // 4))
         if explore or self.plan == "fixed":
             return limits, int(limits.sum())
-        R, K, draft, verify = len(limits), self.K, self.cost.draft, self.cost.verify
-        survival = np.where(np.arange(K) < limits[:, None], self.survival[self.slots], -1.0)
-        # What prompts cost is left out: it is the same whatever the plan, and would water it down.
-        verify_ms = verify(other + np.arange(R * K + 1)) - verify(other) + verify(R)
-        depths = range(K + 1) if self.plan == "joint" else [K]
-        rates, budgets = plan_step(survival, {k: k * draft(R) for k in depths}, verify_ms)
+        survival = np.where(np.arange(self.K) < limits[:, None], self.survival[self.slots], -1.0)
+        depths = range(self.K + 1) if self.plan == "joint" else [self.K]
+        rates, budgets = plan_step(survival, self.cost, depths)
         # Smoothed over steps: to change the depth to and fro costs more than it brings.
         self.rates = rates if self.rates is None else self.rates + 0.1 * (rates - self.rates)
         best = int(np.argmax(self.rates))
         return np.minimum(limits, depths[best]), int(budgets[best])
 
-    def pending(self, slots, ends):
-        """Tokens that the drafter has to read before it can go on from `ends`."""
-        known = self.drafter.cached[slots] if hasattr(self.drafter, "cached") else ends - 1
-        return int((ends - known).sum())
-
     def draw(self, depths):
         """Up to `depths` (R,) tokens per request, each with its law and its chance to be accepted.
 
-        Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K; -1: not drafted), and
-        whether the drafter's logits were finite. What was not drafted holds anything.
+        Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K; -1: not drafted). What
+        was not drafted holds anything.
         """
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
         survival = torch.full((R, K), -1.0, dtype=torch.float64, device=device)
-        finite, q = torch.ones((), dtype=torch.bool, device=device), self.q[:R]
-        alive, rows = torch.ones(R, dtype=torch.float64, device=device), np.arange(R)
-        self.fed = []  # tokens of each drafter pass
-        for i in range(K):
+        alive, q, rows = torch.ones(R, dtype=torch.float64, device=device), self.q[:R], np.arange(R)
+        self.passes, cached = [], getattr(self.drafter, "cached", None)  # tokens of each pass
+        for i in range(depths.max(initial=0)):
             rows = rows[depths[rows] > i]
-            if not len(rows):
-                break
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
-            self.fed.append(self.pending(slots, ends))
+            self.passes.append(int(len(rows) if cached is None else (ends - cached[slots]).sum()))
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
             _need(len(logits) == len(rows), "the drafter's logits", f"of {len(rows)} rows",
                   tuple(logits.shape))
-            finite = finite & logits.amax(-1).isfinite().all()
             law = warp(logits, **self.sampling)
-            if V > law.shape[1]:  # what the drafter lacks is never drafted: q = 0
-                law = F.pad(law, (0, V - law.shape[1]))
             x = sample(law, self.generator)  # (rows,)
             row, slot, end = torch.from_numpy(np.stack([rows, slots, ends])).to(device)
             row = slice(None) if len(rows) == R else row  # all of them: no index needed
             self.tokens[slot, end] = drafts[row, i] = x
-            q[row, i] = law  # LOSSLESS: to the bit what x was drawn from
+            # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0 for ever.
+            q[row, i, :law.shape[1]] = law
             features[row, i] = f = logit_q_max(logits, self.sampling["temperature"])
             if self.estimator:
                 alive[row] *= self.estimator.predict(f, i)
             survival[row, i] = alive[row]
             self.stats.proposed[i] += len(rows)
-        return drafts, q, features, survival, finite
+        return drafts, q, features, survival
 
-    def commit(self, done: Step, target_tokens: int):
+    def commit(self, done: Step, queries: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
         slots, K, stats, position = self.slots, self.K, self.stats, np.arange(self.K + 1)
         emitted = np.concatenate([done.drafts, done.next_tokens[:, None]], 1)  # (R, K+1)
@@ -802,7 +805,7 @@ class Decoder:
         stats.accepted += (position[:K] < done.accepted[:, None]).sum(0)
         stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + len(slots)
         stats.committed += int(count.sum())
-        stats.target_tokens += target_tokens
+        stats.target_tokens += queries
         # What the next step may expect: of a request what it showed in this one, and where nothing
         # was drafted, that it goes on as requests do: their mean, over some 5 steps or 80 drafts.
         before = np.concatenate([np.ones((len(slots), 1)), done.survival], 1)[:, :K]
@@ -811,23 +814,22 @@ class Decoder:
         self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * len(slots) + 80)
         self.survival[slots] = confidence.cumprod(1)
 
-    def account(self, done: Step, other: int, budget: int, clock: list, began: float):
+    def account(self, done: Step, queries: int, clock: list, began: float):
         """Where the time went, and what the cost table had said; it learns from the difference."""
         seconds = done.seconds
-        for name, a, b in zip(("draft", "verify"), clock, clock[1:]):
+        for name, a, b in zip(PHASES, clock, clock[1:]):
             seconds[name] = b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
         seconds["rest"] = time.perf_counter() - began - sum(seconds.values())
-        for name in self.stats.seconds:
+        for name in PHASES:
             self.stats.seconds[name] += seconds[name]
         if self.cost is None:
             return
         draft, verify = self.cost.draft, self.cost.verify
-        drafting = draft(np.array(self.fed, int))  # (passes,) ms
-        seconds["predicted"] = (drafting.sum() + verify(other + budget)) / 1e3
+        seconds["predicted"] = (draft(np.array(self.passes)).sum() + verify(queries)) / 1e3
         if self.cost.learning:
-            if self.fed:  # the mean pass
-                draft.learn(np.mean(self.fed), seconds["draft"] * 1e3 / len(self.fed))
-            verify.learn(other + budget, 1e3 * (seconds["verify"] + seconds["rest"]))
+            if self.passes:  # the mean pass
+                draft.learn(np.mean(self.passes), seconds["draft"] * 1e3 / len(self.passes))
+            verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
 
     def admit(self):
         """Hand out finished requests and put new ones in their slots, as long as there are any."""
@@ -842,7 +844,7 @@ class Decoder:
             self.ends[slot] = n + new
             if self.index[slot] >= 0:
                 self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
-                self.text[slot, :n] = prompt  # it is fed like any pending token
+                self.text[slot, :n] = prompt
                 self.survival[slot] = self.mean_confidence.cumprod()  # nothing else is known
                 for model in self.models:
                     model.reset(slot)
@@ -869,11 +871,11 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     prompts are repeated up to context_length tokens. Medians of `repeats` steps after a warm-up:
     plain steps of smaller batches, and budgets from none to all at max_batch_size requests.
     """
-    for name, value in (("num_speculative_tokens", num_speculative_tokens), ("repeats", repeats),
-                        ("context_length", context_length), ("max_batch_size", max_batch_size)):
-        _whole(name, value, 1)
+    K, B, n = (_whole(name, value, 1) for name, value in (
+        ("num_speculative_tokens", num_speculative_tokens), ("max_batch_size", max_batch_size),
+        ("context_length", context_length)))
+    _whole("repeats", repeats, 1)
     _need(len(prompts) and all(map(len, prompts)), "prompts", "lists of token ids", prompts)
-    K, B, n = num_speculative_tokens, max_batch_size, context_length
     prompts = [list(prompts[i % len(prompts)]) for i in range(B)]
     decoder = Decoder(target, drafter, [((p * (n // len(p) + 1))[:n], K + 1) for p in prompts],
                       max_length=n + K + 1, max_batch_size=B, num_speculative_tokens=K, seed=0,
@@ -892,14 +894,9 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     for R, share in [(r, 0.0) for r in sorted({1, -(-B // 4), -(-B // 2)} - {B})] + [
             (B, share) for share in (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]:
         decoder.slots, budget = np.arange(R), int(share * K * R)
-        decoder.choose = lambda limits, _: (limits, budget)
+        decoder.choose = lambda limits: (limits, budget)
         drafting, verify[R + budget] = np.median([timed() for _ in range(repeats + 1)][1:], axis=0)
         draft[R] = drafting / K
-    behind, times = min(7, n - 1), []  # a drafter left behind has more to read in its first pass
-    for _ in range(repeats):
-        decoder.drafter.commit(np.arange(B), decoder.lengths - behind)
-        times.append(timed()[0])
-    draft[(behind + 1) * B] = max(draft[B], np.median(times) - (K - 1) * draft[B])
     return CostTable(draft, verify, learning=True)
 
 
@@ -922,87 +919,77 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     distribution does not.) Raises ValueError before any work; NotImplementedError if a first pass
     shows that a model does not fit; FloatingPointError for logits that are not finite.
     """
-    requests, eos = _check(**locals())  # must be the first line
     K, law = num_speculative_tokens, dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens, B = [[] for _ in requests], max(1, min(max_batch_size, len(requests)))
+    _need(on_step is None or callable(on_step), "on_step", "None or callable", on_step)
+    requests = _check_prompts(prompts, max_new_tokens, *_check_pair(target, drafter, K))
     longest = max([len(p) + new for p, new in requests if new], default=0)
-    usable = min(K, max([new for _, new in requests], default=0) - 1)  # drafts one could use
-    if usable < 1:
-        plan = "fixed"
-    if plan != "fixed":
-        estimator = estimator or AcceptanceEstimator(K, device=target.device)
-        middle = sum(len(p) + new / 2 for p, new in requests) / len(requests)
-        cost = cost or measure_costs(
-            target, drafter, [p for p, _ in requests], num_speculative_tokens=usable,
-            max_batch_size=B, context_length=int(min(middle, longest - usable - 1)), **law)
+    most = max([new for _, new in requests], default=0)
+    B = max_batch_size if not requests else min(max_batch_size, len(requests))
     decoder = Decoder(target, drafter, requests, max_batch_size=B, max_length=longest, seed=seed,
                       num_speculative_tokens=K, plan=plan, estimator=estimator, cost=cost,
-                      eos=eos, **law)
+                      eos_token_id=eos_token_id, **law)
+    usable = min(K, most - 1)  # drafts that a request could use
+    if usable < 1:
+        decoder.plan = "fixed"
+    elif decoder.plan != "fixed" and cost is None:
+        middle = sum(len(p) + new / 2 for p, new in requests) / len(requests)
+        decoder.cost = measure_costs(
+            target, drafter, [p for p, _ in requests], num_speculative_tokens=usable,
+            max_batch_size=B, context_length=int(min(middle, longest - usable - 1)), **law)
     while done := decoder.step():
         if on_step:
             on_step(done)
-    for i, text in decoder.finished:
-        tokens[i] = text
-    return Result(tokens, decoder.stats, estimator, cost)
+    tokens = dict(decoder.finished)
+    return Result([tokens.get(i, []) for i in range(len(requests))], decoder.stats,
+                  decoder.estimator, decoder.cost)
 
 
 # ---------------------------------------------------------------------------------------------
 # 8. Refusals: by name and value, before any work.
 
 
-def _check(target, drafter, prompts, max_new_tokens, num_speculative_tokens, plan, max_batch_size,
-           temperature, top_k, top_p, eos_token_id, seed, estimator, cost, on_step):
-    """The arguments of `generate`; returns the requests and the end tokens as lists."""
-    K = _whole("num_speculative_tokens", num_speculative_tokens, 0, 1000)
-    _whole("max_batch_size", max_batch_size, 1)
-    _whole("seed", 0 if seed is None else seed, 0)
-    _check_law(temperature, top_k, top_p)
-    _need(plan in PLANS, "plan", f"one of {PLANS}", plan)
-    _need(on_step is None or callable(on_step), "on_step", "None or callable", on_step)
-    _need(cost is None or isinstance(cost, CostTable), "cost", "a CostTable", cost)
-    limit, vocabulary = _check_models(target, drafter, K)
-    if estimator is not None:
-        _need(isinstance(estimator, AcceptanceEstimator), "estimator", "one", estimator)
-        for name, want, got in (("K", K, estimator.num_speculative_tokens),
-                                ("device", target.device, estimator.theta.device)):
-            _need(want == got, "estimator", f"one of {name} = {want}", got)
-    _need(isinstance(prompts, (list, tuple)) or getattr(prompts, "ndim", 0), "prompts",
-          "lists of ids", prompts)
-    prompts = [p.tolist() if isinstance(p, (Tensor, np.ndarray)) else p for p in prompts]
-    new = list(max_new_tokens) if np.ndim(max_new_tokens) else [max_new_tokens] * len(prompts)
-    _need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
-    for i, prompt in enumerate(prompts):
-        name = f"prompts[{i}]"
-        _need(isinstance(prompt, (list, tuple)) and len(prompt), name, "a list of token ids",
-              prompt)
-        prompts[i] = [_whole(f"a token of {name}", t, 0, vocabulary - 1) for t in prompt]
-        total = len(prompt) + _whole("max_new_tokens", new[i], 0)
-        _need(total <= limit, f"{name} with max_new_tokens",
-              f"within the models' {limit} positions", total)
-    eos = eos_token_id.flatten().tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
-    eos = [] if eos is None else [eos] if isinstance(eos, str) or not np.iterable(eos) else eos
-    return list(zip(prompts, map(int, new))), [
-        _whole("eos_token_id", t, 0, vocabulary - 1) for t in eos]
-
-
-def _check_models(target, drafter, K):
-    """Whether the two can run together; returns their position limit and the vocabulary."""
+def _check_pair(target, drafter, K):
+    """Whether the two can run together; returns the vocabulary and their position limit."""
     models, verbs = {"target": target}, ("logits", "commit", "reset")
-    if K and not hasattr(drafter, "logits"):
-        models["drafter"] = drafter
+    if K and hasattr(drafter, "logits"):
+        _need(all(hasattr(drafter, v) for v in verbs), "drafter", f"one with {verbs}", drafter)
     elif K:
-        _need(all(hasattr(drafter, verb) for verb in verbs), "drafter", f"one with {verbs}",
-              drafter)
+        models["drafter"] = drafter
     for name, model in models.items():
         _check_model(name, model)
         _need(model.device == target.device, f"{name}.device", f"{target.device}", model.device)
-    sizes = {name: _vocabulary(m)[0] for name, m in models.items()}
+    sizes = {name: _vocabulary(model)[0] for name, model in models.items()}
     _need(_vocabulary(target)[1] >= sizes["target"], "target", "able to read all that it can say",
           _vocabulary(target))
     if len(set(sizes.values())) > 1:
         warnings.warn(f"vocabulary sizes differ: {sizes}; what only one has is never drafted",
-                      stacklevel=4)
-    return min(map(_positions, models.values())), sizes["target"]
+                      stacklevel=3)
+    return sizes["target"], min(map(_positions, models.values()))
+
+
+def _check_prompts(prompts, max_new_tokens, V, limit):
+    """Prompts and numbers of new tokens, as lists of whole numbers that fit the models."""
+    _need(isinstance(prompts, (list, tuple)) or getattr(prompts, "ndim", 0), "prompts",
+          "lists of ids", prompts)
+    new = list(max_new_tokens) if np.ndim(max_new_tokens) else [max_new_tokens] * len(prompts)
+    _need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
+    requests = []
+    for i, (prompt, n) in enumerate(zip(prompts, new)):
+        name = f"prompts[{i}]"
+        prompt = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
+        _need(isinstance(prompt, (list, tuple)) and prompt, name, "a list of token ids", prompt)
+        prompt = [_whole(f"a token of {name}", t, 0, V - 1) for t in prompt]
+        total = len(prompt) + _whole("max_new_tokens", n, 0)
+        _need(total <= limit, f"{name} with max_new_tokens",
+              f"within the models' {limit} positions", total)
+        requests.append((prompt, int(n)))
+    return requests
+
+
+def _end_tokens(eos, V):
+    eos = eos.flatten().tolist() if isinstance(eos, Tensor) else eos
+    eos = [] if eos is None else [eos] if isinstance(eos, str) or not np.iterable(eos) else eos
+    return [_whole("eos_token_id", t, 0, V - 1) for t in eos]
 
 
 def _positions(model):

@@ -532,7 +532,7 @@ class Arm:
             requests(pair, load, run.seed), max_length=longest(pair), max_batch_size=load,
             num_speculative_tokens=K, plan=plan, estimator=estimator,
             cost=copy.deepcopy(cost) if estimator else None,  # each learns from its own steps
-            eos=pair.eos, seed=run.seed, **run.law)
+            eos_token_id=pair.eos, seed=run.seed, **run.law)
         # Until the estimator has been refitted once, but not for ever.
         while (spent := time.perf_counter() - began) < 0.5 or (
                 estimator and estimator.steps < estimator.refit_every and spent < 5):
@@ -983,7 +983,7 @@ def collect(run: Run, drafter, law: dict, wanted: int, what: str) -> tuple[Draft
     """Decode with every draft verified until there are enough labels; and the steps themselves."""
     pair, load, parts, steps, n = run.pair, run.loads[-1], [], [], 0
     decoder = av.Decoder(pair.target, drafter, requests(pair, load, run.seed), plan="fixed",
-                         max_length=longest(pair), max_batch_size=load, eos=pair.eos,
+                         max_length=longest(pair), max_batch_size=load, eos_token_id=pair.eos,
                          num_speculative_tokens=run.K, seed=run.seed, **law)
     drafted, checked = watch(decoder.drafter), watch(decoder.target)
     with last_hidden(drafter, run.K) as hidden:
