@@ -111,7 +111,7 @@ def _cut(weights, top_k, top_p, n):
         top = top * (top >= top[..., top_k - 1, None])
         total = top.sum(-1, keepdim=True)
     before = top.cumsum(-1) - top  # the first token has 0, and stays however small top_p is
-    last = top.masked_fill((before > 0) & (before >= top_p * total), torch.inf)
+    last = top.masked_fill(before >= max(top_p, 1e-30) * total, torch.inf)
     kept = top * (top >= last.amin(-1, keepdim=True))
     short = (top if limited else kept)[..., -1] > 0
     again = weights[short] if n < V and short.any() else None
@@ -170,6 +170,8 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     B, K = drafts.shape
     _need(q.shape == (B, K, p.shape[1]), "q", f"of shape {B, K, p.shape[1]}", tuple(q.shape))
     _need(num_verified.shape == (B,), "num_verified", f"{B} counts", tuple(num_verified.shape))
+    if K == 0:
+        return num_verified, sample(p, generator)
     request = torch.arange(B, device=p.device)
     first = (num_verified + 1).cumsum(0) - (num_verified + 1)  # (B,) p row of the first draft
     position = torch.arange(K, device=p.device)
@@ -183,7 +185,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     # subtle: the next token comes from row `accepted`, whichever draft was rejected there or none.
     p_next = p[first + accepted]  # (B, V)
     rejected = (accepted < num_verified)[:, None]
-    q_next = q[request, accepted.clamp(max=K - 1)] * rejected if K else torch.zeros_like(p_next)
+    q_next = q[request, accepted.clamp(max=K - 1)] * rejected
     residual = (p_next - q_next).clamp(min=0)
     # subtle: rounding can leave a residual of zero mass (p = q); its limit is p itself.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
@@ -330,8 +332,9 @@ class Curve:
             return  # many prompts, or much that a drafter missed, say little about the points
         expected, smaller = self(tokens), self.tokens < tokens
         change = rate * np.clip(ms / expected - 1, -0.5, 0.5)  # a share; hiccups count little
-        near = [np.interp(tokens, self.tokens, point) for point in np.eye(len(self.ms))]
-        points = self.ms * (1 + change * np.array(near))
+        index = np.arange(len(self.ms))
+        away = np.abs(index - np.interp(tokens, self.tokens, index))  # 0: this very point
+        points = self.ms * (1 + change * np.maximum(0, 1 - away))
         # Fewer tokens take no longer; else the running maximum would undo every fall.
         points[smaller] = np.minimum(points[smaller], expected * (1 + change))
         self._set(points)
@@ -358,15 +361,14 @@ def plan_step(survival: np.ndarray, cost: CostTable, depths) -> tuple[np.ndarray
     LOSSLESS: pass survivals of *earlier* steps. This step's depend on the tokens drawn, so a budget
     made of them would decide about a draft by looking at it.
     """
-    B, rates, budgets = len(survival), [], []
-    verify_ms = cost.verify(B + np.arange(survival.size + 1))  # by budget
+    B, plans = len(survival), []
+    draft_ms, verify_ms = cost.draft(B), cost.verify(B + np.arange(survival.size + 1))  # by budget
     for depth in depths:
         best = np.sort(survival[:, :depth].clip(0), None)[::-1]  # what cannot be used adds nothing
         tokens = B + np.append(0.0, best.cumsum())  # by budget
-        rate = tokens / (depth * cost.draft(B) + verify_ms[:len(tokens)])
-        budgets.append(int(np.argmax(rate)))
-        rates.append(rate[budgets[-1]])
-    return np.array(rates), np.array(budgets)
+        rate = tokens / (depth * draft_ms + verify_ms[:len(tokens)])
+        plans.append((rate.max(), rate.argmax()))
+    return tuple(np.array(plans).T)
 
 
 def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
@@ -465,7 +467,7 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
         (r, w), k, v = seen.shape, key[rows, :, :length], value[rows, :, :length]
         length = k.shape[2]  # an upper bound may have passed the end of the cache
         # Heads that share a key head become queries of it: (r, H_kv, w * G, D), no key is repeated.
-        q = (query if ragged.unpadded else query[take]).unflatten(0, (r, w)).unflatten(2, (-1, G))
+        q = (query if ragged.unpadded else query[take]).reshape(r, w, -1, G, query.shape[2])
         q = q.transpose(1, 2).flatten(2, 3)
         if sliding_window not in masks:  # layers share one of a few masks
             at = torch.arange(length, device=query.device)  # key positions
@@ -484,7 +486,8 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                 sink = s_aux.view(1, -1, 1, G).expand(-1, -1, w, -1).reshape(1, -1, w * G, 1)
                 scores = torch.cat([scores, sink.expand(r, -1, -1, 1)], -1)
             out = scores.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype) @ v
-        outputs.append(out.unflatten(2, (w, G)).transpose(1, 2).flatten(2, 3).flatten(0, 1))
+        out = out.reshape(r, -1, w, G, v.shape[3]).transpose(1, 2)  # (r, w, H_kv, G, D_v)
+        outputs.append(out.reshape(r * w, -1, v.shape[3]))
     out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # (r * w, H, D) of each call
     return (out if ragged.unpadded else out[ragged.place])[None], None  # (1, T, H, D)
 
@@ -539,6 +542,7 @@ class SlotLM:
         self.kv = {}  # layer: keys and values, each (slots, H_kv, max_length, D)
         self.cached = np.zeros(num_slots, int)  # tokens of each slot that the cache holds
 
+    @torch.inference_mode()
     def logits(self, tokens: Tensor, lengths: np.ndarray, slots: np.ndarray,
                drafts: Tensor | None = None, budget: int = 0) -> Tensor:
         """(R + budget, V): logits after each slot's last known token and after each of its drafts.
@@ -685,7 +689,7 @@ class Decoder:
         self.rates = None  # tokens per ms to be expected of each depth that the plan may choose
         self.stats = Stats(*np.zeros((3, K), int))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> Step | None:
         """Admit, then one step for every request; None when there are none. Numbers: README.
 

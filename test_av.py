@@ -946,6 +946,7 @@ def test_families_work_to_the_token(name):
     ids = torch.tensor(prompts[:1])
     got = av.SlotLM(target, 1, 11).logits(ids, np.array([11]), np.array([0]))[0]
     assert torch.allclose(got, target(ids).logits[0, -1], atol=1e-5)
+    target(ids).logits.sum().backward()  # nothing that inference mode made has stayed in the model
 
 
 @pytest.mark.parametrize("name", REFUSED)
