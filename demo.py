@@ -738,6 +738,8 @@ def sweep(run: Run, args):
     if args.peers:
         for load in sorted({1, 16, 64} & set(run.loads)):
             peers(run, load, costs[load])
+            if load > 1:
+                peers(run, load, costs[load], mixed=True)
 
 
 def frontier(run: Run, points: dict[int, list[Arm]]):
@@ -794,13 +796,20 @@ def by_kind(run: Run, costs: dict[int, av.CostTable]):
         race(alone, load, run.arms[1:], costs[load], rows)
 
 
-def peers(run: Run, load: int, cost: av.CostTable):
-    """transformers' own generation on the same pair, prompts, settings and token counts."""
-    run.title(f"Beside transformers' generate, {load} at once, all to the end: tokens per second")
-    pair, new = run.pair, min(NEW[0], longest(run.pair) - max(map(len, run.pair.prompts)))
-    before = pair.drafter.generation_config
-    shortest = min(map(len, pair.prompts))  # equal lengths: nobody pays for padding
-    prompts = [pair.prompts[i % len(pair.prompts)][-shortest:] for i in range(max(load, 3))]
+def peers(run: Run, load: int, cost: av.CostTable, mixed: bool = False):
+    """transformers' own generation on the same pair, prompts, settings and token counts.
+
+    All of one length, which suits a static batch best; or mixed ones, thrice as many as run at
+    once: `generate` then runs each batch to its longest, and only what was asked for is counted.
+    """
+    pair, most = run.pair, longest(run.pair) - max(map(len, run.pair.prompts))
+    before, rng = pair.drafter.generation_config, random.Random(run.seed)
+    shortest = min(map(len, pair.prompts))  # equal prompts: nobody pays for padding
+    prompts = [pair.prompts[i % len(pair.prompts)][-shortest:]
+               for i in range(max(load * (3 if mixed else 1), 3))]
+    new = [min(rng.randint(NEW[0], NEW[mixed]), most) for _ in prompts]
+    run.title(f"Beside transformers' generate, {load} at once, {min(new)} to {max(new)} new tokens: "
+              "tokens per second")
 
     def ours(K, plan):
         adaptive = dict(cost=cost, estimator=run.estimators.get(plan)) if plan != "fixed" else {}
@@ -814,9 +823,10 @@ def peers(run: Run, load: int, cost: av.CostTable):
         helper = dict(assistant_model=pair.drafter) if assistant else {}
         for i in range(0, len(prompts), load):
             ids = torch.tensor(prompts[i:i + load], device=pair.target.device)
+            length = max(new[i:i + load])
             sampling = dict(do_sample=True, top_k=0, **run.law)
             pair.target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0,
-                                 max_new_tokens=new, min_new_tokens=new, **helper,
+                                 max_new_tokens=length, min_new_tokens=length, **helper,
                                  **(sampling if run.law["temperature"] else dict(do_sample=False)))
 
     arms = {"generate": theirs}
@@ -832,7 +842,7 @@ def peers(run: Run, load: int, cost: av.CostTable):
                 status(f"{load} requests: {name}")
                 began = time.perf_counter()
                 arm()
-                rates[name].append(len(prompts) * new / (time.perf_counter() - began))
+                rates[name].append(sum(new) / (time.perf_counter() - began))
     finally:
         status()
         pair.drafter.generation_config = before

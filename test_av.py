@@ -842,6 +842,13 @@ def test_a_curve_learns_the_time_of_the_steps_that_run():
     before = curve(20)
     curve.learn(20, 1e6)  # a hiccup of the machine counts as half as much again, once
     assert before < curve(20) < 1.06 * before
+    busy = av.Curve("verify", {10: 1.0, 20: 2.0, 40: 4.0})
+    for _ in range(100):
+        busy.learn(40, 8.0)  # half as fast a machine: what has not been seen lately slows down too
+    assert busy(40) == pytest.approx(8, rel=0.01) and 1.3 < busy(10) < 2
+    many = busy(60)
+    busy.learn(500, 1.0)  # far beyond the points: many prompts; nothing is learned
+    assert busy(60) == many
 
 
 def test_budget_is_the_best_by_brute_force():
@@ -860,6 +867,13 @@ def test_budget_is_the_best_by_brute_force():
                               for b in range(B * k + 1)], 12)
             assert budgets[k] == np.argmax(value) and rates[k] == pytest.approx(max(value))
         assert av.draft_budget(survival, cost) == budgets[K]
+        # With slack the largest of the good ones; never one that would reach a slot without draft.
+        survival[rng.random((B, K)).cumsum(1) > 1] = -1
+        s = sorted(survival[survival >= 0])[::-1]
+        value = np.array([(B + sum(s[:b])) / (K * cost.draft(B) + cost.verify(B + b))
+                          for b in range(len(s) + 1)])
+        assert av.plan_step(survival, cost, [K], 0.1)[1] == np.flatnonzero(
+            value >= 0.9 * value.max())[-1]
     half = np.full((2, 3), 0.5)
     line = lambda a: av.CostTable({1: 1e-300}, {n: a + n for n in range(1, 9)})
     assert av.draft_budget(half, line(0)) == 0  # in proportion: no draft can pay
