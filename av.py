@@ -939,7 +939,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     requests = _check_prompts(prompts, max_new_tokens, *_check_pair(target, drafter, K))
     longest = max([len(p) + new for p, new in requests if new], default=0)
     most = max([new for _, new in requests], default=0)
-    B = max_batch_size if not requests else min(max_batch_size, len(requests))
+    B = min(_whole("max_batch_size", max_batch_size, 1), max(1, len(requests)))
     decoder = Decoder(target, drafter, requests, max_batch_size=B, max_length=longest, seed=seed,
                       num_speculative_tokens=K, plan=plan, estimator=estimator, cost=cost,
                       eos_token_id=eos_token_id, **law)

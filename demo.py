@@ -533,9 +533,9 @@ class Arm:
             num_speculative_tokens=K, plan=plan, estimator=estimator,
             cost=copy.deepcopy(cost) if estimator else None,  # each learns from its own steps
             eos_token_id=pair.eos, seed=run.seed, **run.law)
-        # Until the estimator has been refitted once, but not for ever.
+        most = 1.5 if run.quick else 5  # until the estimator has been refitted, but not for ever
         while (spent := time.perf_counter() - began) < 0.5 or (
-                estimator and estimator.steps < estimator.refit_every and spent < 5):
+                estimator and estimator.steps < estimator.refit_every and spent < most):
             self.decoder.step()
         # From here on every arm meets the same texts; what is under way is ended first.
         self.decoder.requests = enumerate(requests(pair, load, run.seed))

@@ -1059,6 +1059,7 @@ def test_logits_that_are_not_finite_are_named():
     (dict(top_p=0), "top_p.*0"), (dict(top_p=1.1), "top_p.*1.1"),
     (dict(top_p=math.nan), "top_p.*nan"), (dict(top_k=-1), "top_k.*-1"),
     (dict(top_k=2.5), "top_k.*2.5"), (dict(max_batch_size=0), "batch.*0"),
+    (dict(max_batch_size="4"), "batch.*'4'"),
     (dict(plan="adaptive"), "plan.*adaptive"), (dict(eos_token_id=-2), "eos_token_id.*-2"),
     (dict(eos_token_id="</s>"), "eos_token_id"),
     (dict(estimator=av.AcceptanceEstimator(3)), "K = 7.*3"),
