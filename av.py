@@ -17,7 +17,7 @@ confidence c_i   P(draft i is accepted, given that all before it were) acceptanc
 survival s_i     c_1 * ... * c_i                                       survival
 draft budget     drafts sent to the target per step, all requests      draft budget
 bonus token      the one more token that each step gives a request     bonus token
-B, V, T          requests, vocabulary, packed query tokens of a step
+B, V, T          requests, vocabulary, packed query tokens of a pass
 
     accept x_i   with probability min(1, p(x_i) / q(x_i)), else draw from norm(max(0, p - q))
     feature      f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
@@ -161,8 +161,8 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
            generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Accept a prefix of each request's verified drafts and draw the token that follows it.
 
-    p: (T, V), T = B + sum(num_verified): the target rows of request 0, then of request 1, ...; its
-    row i is the law of its draft i, the row after its last verified draft that of the bonus token.
+    p: (B + sum(num_verified), V): the target rows of request 0, then of request 1, ...; its row i
+    is the law of its draft i, the row after its last verified draft that of the token behind it.
     q: (B, K, V), row i is to the bit the law drafts[:, i] was drawn from; drafts (B, K);
     num_verified (B,) in 0..K, decided without looking at the drafts it decides about (values are
     not checked: that would be a read-back). Returns accepted (B,) and next_tokens (B,).
@@ -214,8 +214,9 @@ class AcceptanceEstimator:
     authors found over five pairs of models. (i given that all before i were accepted.)
 
     num_speculative_tokens: K >= 1. refit_every: N, decode steps per round, of which a `Decoder`
-    verifies one in full. ridge: keeps H regular where a position has no labels. damping: labels at
-    which a coefficient takes half its step. Raises ValueError for numbers out of range.
+    verifies one in full (joint: of some requests). ridge: keeps H regular where a position has no
+    labels. damping: labels at which a coefficient takes half its step. Raises ValueError for
+    numbers out of range.
     """
 
     MIN_CURVATURE = 0.05
@@ -241,9 +242,9 @@ class AcceptanceEstimator:
     def intercepts(self) -> list[float]:
         return self.theta[1:].tolist()
 
-    def predict(self, features: Tensor, position: int | slice = slice(None)) -> Tensor:
-        """Confidence of features (..., K), or (...,) at one position; float64, same shape."""
-        return torch.sigmoid(self.theta[0] * features + self.theta[1:][position])
+    def predict(self, features: Tensor) -> Tensor:
+        """Confidence of features (..., K), in float64."""
+        return torch.sigmoid(self.theta[0] * features.double() + self.theta[1:])
 
     def observe(self, features: Tensor, num_verified: Tensor, accepted: Tensor) -> None:
         """Add one step's labels: features (B, K), num_verified (B,), accepted (B,). Refits each N.
@@ -277,6 +278,7 @@ class AcceptanceEstimator:
         H[0, 1:] = H[1:, 0] = cf
         return H, torch.cat([rf.sum()[None], r]), torch.cat([n.sum()[None], n])
 
+    @torch.inference_mode(False)  # theta stays an ordinary tensor
     def refit(self) -> None:
         """One damped Newton step on the round's sums, which then start again from zero."""
         H, g, labels = self.system()
@@ -326,12 +328,12 @@ class Curve:
         beyond = np.maximum(0, tokens - self.tokens[-1])
         return np.interp(tokens, self.tokens, self.ms) + self.slope * beyond
 
-    def learn(self, tokens: float, ms: float, rate: float = 0.1):
+    def learn(self, tokens: float, ms: float):
         """Move the points next to `tokens` towards a step that really took `ms`."""
         if tokens > 2 * self.tokens[-1]:
             return  # many prompts, or much that a drafter missed, say little about the points
         expected, smaller = self(tokens), self.tokens < tokens
-        change = rate * np.clip(ms / expected - 1, -0.5, 0.5)  # a share; hiccups count little
+        change = 0.1 * np.clip(ms / expected - 1, -0.5, 0.5)  # a share; hiccups count little
         index = np.arange(len(self.ms))
         away = np.abs(index - np.interp(tokens, self.tokens, index))  # 0: this very point
         # Half of it everywhere: a machine that slows down does so at sizes not seen lately too.
@@ -364,19 +366,19 @@ def plan_step(survival: np.ndarray, cost: CostTable, depths, slack: float = 0.0)
     made of them would decide about a draft by looking at it.
     """
     B, plans = len(survival), []
-    draft_ms, verify_ms = cost.draft(B), cost.verify(B + np.arange(survival.size + 1))  # by budget
+    usable, verify_ms = survival >= 0, cost.verify(B + np.arange(survival.size + 1))  # by budget
+    draft_ms = cost.draft(B) * np.append(0, usable.any(0).cumsum())  # by depth
     for depth in depths:
-        usable = survival[:, :depth][survival[:, :depth] >= 0]
-        best = np.sort(usable)[::-1]
+        best = np.sort(survival[:, :depth][usable[:, :depth]])[::-1]
         tokens = B + np.append(0.0, best.cumsum())  # by budget
-        rate = tokens / (depth * draft_ms + verify_ms[:len(tokens)])
+        rate = tokens / (draft_ms[depth] + verify_ms[:len(tokens)])
         near = np.flatnonzero(rate >= (1 - slack) * rate.max())
         plans.append((rate.max(), near[-1 if slack else 0]))
     return tuple(np.array(plans).T)
 
 
 def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
-    """The published rule for survivals (B, K): K drafts are drawn, so many of them are verified."""
+    """The published rule: of B x K drafts with survivals (B, K), how many to verify."""
     return int(plan_step(survival, cost, [survival.shape[1]])[1][0])
 
 
@@ -409,8 +411,8 @@ class Ragged:
 
     def __init__(self, slots, cached, pending, drafts, budget, max_drafts, device):
         R, T = len(slots), int(pending.sum()) + budget
-        # Slots that are mostly in use are read as one view of the cache, with the idle ones between
-        # as rows without tokens: to copy them would cost more.
+        # A row is what attention sees of a slot. Slots that are mostly in use are read as one view
+        # of the cache, the idle ones between as rows without tokens: a copy would cost more.
         dense = slots[-1] + 1 - slots[0] < 2 * R
         rows = slots - slots[0] if dense else np.arange(R)
         table = np.zeros((3, rows[-1] + 1), int)
@@ -429,8 +431,8 @@ class Ragged:
         self.keep = 0 if T == R + budget else (  # 0: all
             offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
         self.layers = set()  # that have attended
-        # Attention pads: one call for all rows, as wide as the widest that is not long, and one for
-        # each long row: a prompt, or a drafter left behind (2 pending are usual, see SlotLM).
+        # Attention pads: one call for all rows, as wide as the widest that is not long, and another
+        # for each long row: a prompt, or a drafter left behind (2 pending are usual, see SlotLM).
         # Where the counts cannot be read freely, an upper bound is the width.
         free, (_, cached, pending) = device.type in READ_FREELY, table
         widths = counts.numpy() if free else pending + min(budget, max_drafts or budget)
@@ -567,14 +569,14 @@ class SlotLM:
                                  logits_to_keep=self.batch.keep)
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
             known = isinstance(error, (torch.OutOfMemoryError, NotImplementedError))
-            if known or self.cached.any():
+            if known or len(self.kv) == self.model.config.num_hidden_layers:
                 raise  # only of a first pass may one say that the model is of the wrong kind
             raise NotImplementedError(f"{type(self.model).__name__} cannot run as a ragged batch: "
                                       f"{error}") from error
         if not self.batch.layers == set(self.kv) == set(range(self.model.config.num_hidden_layers)):
             raise NotImplementedError(f"{type(self.model).__name__} has layers that do not attend "
                                       "through the attention interface")
-        self.cached[slots] = lengths + budget  # an upper bound; commit() makes it exact
+        self.cached[slots] = lengths + budget  # at least what is there; commit() makes it exact
         return out.logits[0]
 
     def update(self, key, value, layer_idx, *args, **kwargs):
@@ -711,8 +713,8 @@ class Decoder:
         depths, budget = self.choose(limits)
         queries = int((lengths - self.target.cached[slots]).sum()) + budget  # R + budget + prompts
         # 1 + 2. draft, score
-        drafts, q, feature, survival = self.draw(depths)
-        d = depths.max(initial=0)
+        drafts, q, features, survival = self.draw(depths)
+        d = depths.max()  # columns beyond are empty
         clock.append(_mark(device))
         # 3. trim
         num_verified = trim(survival[:, :d], budget)  # (R,)
@@ -726,18 +728,16 @@ class Decoder:
         slot, end = torch.from_numpy(np.stack([slots, lengths])).to(device)
         self.tokens[slot, end + accepted] = next_tokens  # accepted drafts are in place already
         # The one read-back: a float64 table that holds ids and counts exactly.
-        columns = (finite.expand(R), num_verified, accepted, next_tokens, drafts, feature, survival)
+        columns = finite.expand(R), num_verified, accepted, next_tokens, drafts, features, survival
         host = _read_back(torch.cat([x.double().reshape(R, -1) for x in columns], 1))
-        finite, counts, drafts, features, survival = np.split(
-            host, [1, 4, 4 + K, 4 + 2 * K], axis=1)
-        for name, ok in ("target", finite.all()), ("drafter", np.isfinite(features).all()):
+        finite, counts, ids, *rest = np.split(host, [1, 4, 4 + K, 4 + 2 * K], axis=1)
+        done = Step(self.index[slots], *counts.T.astype(int), ids.astype(int), *rest, seconds={})
+        for name, ok in ("target", finite.all()), ("drafter", np.isfinite(done.features).all()):
             if not ok:
                 raise FloatingPointError(f"the {name} returned logits that are not finite")
         # 6. learn
         if self.estimator:
-            self.estimator.observe(feature, num_verified, accepted)
-        done = Step(self.index[slots], *counts.T.astype(int), drafts.astype(int), features,
-                    survival, seconds={})
+            self.estimator.observe(features, num_verified, accepted)
         self.commit(done, queries)
         self.account(done, queries, clock, began)
         return done
@@ -756,7 +756,8 @@ class Decoder:
             return limits, int(limits.sum())
         survival = np.where(np.arange(self.K) < limits[:, None], self.survival[self.slots], -1.0)
         depths = range(self.K + 1) if self.plan == "joint" else [self.K]
-        # What was drawn is paid for: joint trims it only where that brings more than estimates err.
+        # What was drawn is paid for: joint trims it only where that gains more than 2 %, as the
+        # estimate is not exact.
         slack = 0.02 if self.plan == "joint" else 0.0
         rates, budgets = plan_step(survival, self.cost, depths, slack)
         # Smoothed over steps: to change the depth to and fro costs more than it brings.
@@ -773,13 +774,13 @@ class Decoder:
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
-        survival = torch.full((R, K), -1.0, dtype=torch.float64, device=device)
-        alive, q, rows = torch.ones(R, dtype=torch.float64, device=device), self.q[:R], np.arange(R)
-        self.passes, cached = [], getattr(self.drafter, "cached", None)  # tokens of each pass
-        for i in range(depths.max(initial=0)):
+        drawn = torch.from_numpy(np.arange(K) < depths[:, None]).to(device)  # (R, K)
+        q, rows = self.q[:R], np.arange(R)
+        self.passes, own = [], not isinstance(self.drafter, SlotLM)  # tokens of each pass
+        for i in range(depths.max()):
             rows = rows[depths[rows] > i]
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
-            self.passes.append(int(len(rows) if cached is None else (ends - cached[slots]).sum()))
+            self.passes.append(len(rows) if own else int((ends - self.drafter.cached[slots]).sum()))
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
             _need(len(logits) == len(rows), "the drafter's logits", f"of {len(rows)} rows",
                   tuple(logits.shape))
@@ -790,12 +791,10 @@ class Decoder:
             self.tokens[slot, end] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0 for ever.
             q[row, i, :law.shape[1]] = law
-            features[row, i] = f = logit_q_max(logits, self.sampling["temperature"])
-            if self.estimator:
-                alive[row] *= self.estimator.predict(f, i)
-            survival[row, i] = alive[row]
+            features[row, i] = logit_q_max(logits, self.sampling["temperature"])
             self.stats.proposed[i] += len(rows)
-        return drafts, q, features, survival
+        confidence = self.estimator.predict(features) if self.estimator else drawn.double()
+        return drafts, q, features, confidence.cumprod(1).where(drawn, -1.0)
 
     def commit(self, done: Step, queries: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
@@ -871,7 +870,7 @@ def _mark(device):
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -880,7 +879,7 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     """Time real steps of this pair at the shapes they will have; arguments as in `generate`.
 
     prompts are repeated up to context_length tokens. Medians of `repeats` steps after a warm-up:
-    plain steps of smaller batches, and budgets from none to all at max_batch_size requests.
+    no draft verified in smaller batches, and budgets from none to all at max_batch_size requests.
     """
     K, B, n = (_whole(name, value, 1) for name, value in (
         ("num_speculative_tokens", num_speculative_tokens), ("max_batch_size", max_batch_size),
@@ -893,7 +892,8 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
                       plan="fixed",
                       estimator=AcceptanceEstimator(K, device=target.device), **law)
     decoder.admit()
-    decoder.admit, draft, verify = lambda: None, {}, {}  # these requests stay
+    # Of this decoder two decisions are replaced: these requests stay, and budgets go by the list.
+    decoder.admit, draft, verify = lambda: None, {}, {}
 
     def timed():
         seconds = decoder.step().seconds
@@ -920,8 +920,8 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
              eos_token_id=None, seed=None, estimator=None, cost=None, on_step=None) -> Result:
     """Generate from the target, sped up by the drafter: each token has the target's distribution.
 
-    target, drafter: decoder-only transformers models on one device, any dtypes (the drafter may be
-    another object with the three verbs, or None at K = 0). prompts: lists of token ids.
+    target, drafter: decoder-only transformers models on one device, in any floating dtypes (the
+    drafter may be another object with the three verbs, or None at K = 0). prompts: lists of ids.
     max_new_tokens: a number, or one per prompt. num_speculative_tokens: K; 0 is plain decoding.
     plan: "fixed" verifies all K drafts; "verification" drafts K and trims (as published); "joint"
     also stops drafting where it does not pay. max_batch_size: requests at once; one that ends is
@@ -994,10 +994,9 @@ def _check_prompts(prompts, max_new_tokens, V, limit):
         prompt = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
         _need(isinstance(prompt, (list, tuple)) and prompt, name, "a list of token ids", prompt)
         prompt = [_whole(f"a token of {name}", t, 0, V - 1) for t in prompt]
-        total = len(prompt) + _whole("max_new_tokens", n, 0)
-        _need(total <= limit, f"{name} with max_new_tokens",
-              f"within the models' {limit} positions", total)
-        requests.append((prompt, int(n)))
+        requests.append((prompt, _whole("max_new_tokens", n, 0)))
+        _need(len(prompt) + n <= limit, f"{name} with max_new_tokens",
+              f"within the models' {limit} positions", len(prompt) + n)
     return requests
 
 

@@ -808,8 +808,8 @@ def peers(run: Run, load: int, cost: av.CostTable, mixed: bool = False):
     prompts = [pair.prompts[i % len(pair.prompts)][-shortest:]
                for i in range(max(load * (3 if mixed else 1), 3))]
     new = [min(rng.randint(NEW[0], NEW[mixed]), most) for _ in prompts]
-    run.title(f"Beside transformers' generate, {load} at once, {min(new)} to {max(new)} new tokens: "
-              "tokens per second")
+    run.title(f"Beside transformers' generate, tokens per second: {load} requests at once, "
+              f"{min(new)} to {max(new)} new tokens each")
 
     def ours(K, plan):
         adaptive = dict(cost=cost, estimator=run.estimators.get(plan)) if plan != "fixed" else {}
@@ -1312,16 +1312,24 @@ def print_biased(run: Run):
 
 
 class Fixed(av.AcceptanceEstimator):
-    """A confidence that comes from elsewhere and learns nothing: confidence(features, position)."""
+    """A confidence that comes from elsewhere and learns nothing, from the features (R, K)."""
 
     def __init__(self, K: int, confidence: Callable, device):
         super().__init__(K, device=device)
-        self.predict = lambda features, position: confidence(features.double(), position)
+        self.predict = lambda features: confidence(features.double())
         self.steps = self.refit_every + 1  # nothing to wait for
 
     def observe(self, *labels):
         """Count the step."""
         self.steps += 1
+
+
+def by_pass(features: torch.Tensor, kept: collections.deque, confidence: Callable):
+    """Confidences (R, K) from what was kept of a step's passes, each of the rows then drafted."""
+    drafted, out = features != 0, torch.zeros_like(features)
+    for i, values in enumerate(list(kept)[len(kept) - int(drafted.any(0).sum()):]):
+        out[drafted[:, i], i] = confidence(values, i)
+    return out
 
 
 class Oracle:
@@ -1334,6 +1342,7 @@ class Oracle:
         self.drafter, self.target = (av.SlotLM(model, load, longest(run.pair))
                                      for model in (run.pair.drafter, run.pair.target))
         self.law, self.device, self.free_seconds = run.law, run.pair.target.device, 0.0
+        self.chances = collections.deque(maxlen=run.K)
 
     def time(self) -> float:
         """Now, with all that was asked of the device done."""
@@ -1344,7 +1353,7 @@ class Oracle:
     def logits(self, tokens, lengths, slots):
         """The drafter's; and on the side the chance to be accepted of what will be drawn."""
         logits, began = self.drafter.logits(tokens, lengths, slots), self.time()
-        self.chance = overlap(self.target.logits(tokens, lengths, slots), logits, self.law)
+        self.chances.append(overlap(self.target.logits(tokens, lengths, slots), logits, self.law))
         self.free_seconds += self.time() - began
         return logits
 
@@ -1365,13 +1374,13 @@ def print_ingredients(run: Run, fit: Drafts, online: av.AcceptanceEstimator):
     oracle, plan = Oracle(run, load), (K, "verification")
     learned = av.AcceptanceEstimator(K, device=device)
     learned.theta, learned.steps = online.theta.to(device), learned.refit_every + 1
-    with last_hidden(run.pair.drafter, 1) as hidden:
+    with last_hidden(run.pair.drafter, K) as hidden:
         confidences = {
-            "q_max, no fit (EAGLE-2)": lambda f, i: torch.sigmoid(f),
-            "trained head": lambda f, i: torch.sigmoid(
-                hidden[0].double() @ head[:-K] + head[i - K]),
-            "q_max >= 0.5 (Draft & Verify)": lambda f, i: (f >= 0).double(),
-            "the truth, sum min(p, q)": lambda f, i: oracle.chance}
+            "q_max, no fit (EAGLE-2)": torch.sigmoid,
+            "trained head": lambda f: by_pass(f, hidden, lambda h, i: torch.sigmoid(
+                h.double() @ head[:-K] + head[i - K])),
+            "q_max >= 0.5 (Draft & Verify)": lambda f: (f >= 0).double(),
+            "the truth, sum min(p, q)": lambda f: by_pass(f, oracle.chances, lambda c, i: c)}
         run = replace(run, estimators={"online fit": learned} | {
             name: Fixed(K, confidence, device) for name, confidence in confidences.items()})
         arms = [(f"fixed {K}", K, "fixed"), *((name, *plan) for name in run.estimators)]

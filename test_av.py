@@ -1152,6 +1152,7 @@ def test_an_estimator_outlives_a_failed_call_and_inference_mode():
         av.generate(llama(), llama(1), [[1, 2]], **good)
     av.generate(llama(), llama(1), [[1, 2]], **good)
     assert estimator.theta.isfinite().all() and estimator.steps > 2
+    estimator.theta[0] = 0.5  # and it is still the caller's: an inference tensor would refuse
 
 
 def test_requests_keep_their_numbers_when_some_want_nothing():
