@@ -57,8 +57,8 @@ def _whole(name, value, low, high=2**62):
 
 
 def _number(name, value, low, high):
-    _need(isinstance(value, (int, float, np.integer, np.floating)) and low <= value <= high, name,
-          f"a number in {low:g}..{high:g}", value)
+    _need(isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+          and low <= value <= high, name, f"a number in {low:g}..{high:g}", value)
 
 
 def _check_law(temperature, top_k, top_p):
@@ -81,6 +81,8 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float 
     float32 tensor (..., V) to hold the result.
     """
     _check_law(temperature, top_k, top_p)
+    _need(out is None or (out.shape, out.dtype) == (logits.shape, torch.float32), "out",
+          f"float32 of shape {tuple(logits.shape)}", out)
     weights = _weights(logits, temperature or 1.0, out)
     if temperature == 0:
         return weights.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -141,7 +143,8 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     V = probs.shape[-1]
     if V > 1024 and (size := math.gcd(V, 512)) > 1:
         blocks = probs.unflatten(-1, (-1, size))  # (..., V / size, size)
-        block = sample(blocks.sum(-1), generator)
+        block = sample(blocks.sum(-1, dtype=torch.promote_types(probs.dtype, torch.float32)),
+                       generator)
         inside = blocks.take_along_dim(block[..., None, None], -2).squeeze(-2)  # (..., size)
         return block * size + sample(inside, generator)
     cdf = probs.cumsum(-1, dtype=torch.float64)
@@ -221,6 +224,7 @@ class AcceptanceEstimator:
 
     MIN_CURVATURE = 0.05
 
+    @torch.inference_mode(False)  # theta stays an ordinary tensor, here and in refit
     def __init__(self, num_speculative_tokens: int, *, refit_every: int = 100, ridge: float = 1e-3,
                  damping: float = 50.0, slope: float = 0.5, intercept: float = -0.2, device="cpu"):
         K = _whole("num_speculative_tokens", num_speculative_tokens, 1)
@@ -231,7 +235,7 @@ class AcceptanceEstimator:
             _number(name, value, low, 1e6)
         self.ridge, self.damping = ridge, damping
         self.theta = torch.full((K + 1,), float(intercept), dtype=torch.float64, device=device)
-        self.theta[0] = slope  # (K+1,) the slope, then one intercept per position
+        self.theta[0] = float(slope)  # (K+1,) the slope, then one intercept per position
         self.steps, self.sums = 0, self.theta.new_zeros(6, K)  # of a round, by position
 
     @property
@@ -246,6 +250,7 @@ class AcceptanceEstimator:
         """Confidence of features (..., K), in float64."""
         return torch.sigmoid(self.theta[0] * features.double() + self.theta[1:])
 
+    @torch.no_grad()
     def observe(self, features: Tensor, num_verified: Tensor, accepted: Tensor) -> None:
         """Add one step's labels: features (B, K), num_verified (B,), accepted (B,). Refits each N.
 
@@ -254,6 +259,7 @@ class AcceptanceEstimator:
         """
         shape = len(num_verified), self.num_speculative_tokens
         _need(features.shape == shape, "features", f"of shape {shape}", tuple(features.shape))
+        _need(accepted.shape == shape[:1], "accepted", f"{shape[0]} counts", tuple(accepted.shape))
         position = torch.arange(features.shape[1], device=features.device)
         labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])  # (B, K)
         f = features.double().where(labelled, 0.0)
@@ -278,7 +284,7 @@ class AcceptanceEstimator:
         H[0, 1:] = H[1:, 0] = cf
         return H, torch.cat([rf.sum()[None], r]), torch.cat([n.sum()[None], n])
 
-    @torch.inference_mode(False)  # theta stays an ordinary tensor
+    @torch.inference_mode(False)
     def refit(self) -> None:
         """One damped Newton step on the round's sums, which then start again from zero."""
         H, g, labels = self.system()
@@ -503,8 +509,7 @@ AttentionInterface.register("ragged", ragged_attention)
 
 
 def _vocabulary(model):
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return len((head if head is not None else embedding).weight), len(embedding.weight)
+    return len(model.get_output_embeddings().weight), len(model.get_input_embeddings().weight)
 
 
 @contextlib.contextmanager
@@ -526,7 +531,8 @@ def _attending(configs):
 #    (R, V) for the next token of each of the slots (`lengths` counts the drafts so far in), and the
 #    loop draws it; `commit(slots, lengths)` says what became of them: what lies beyond is void;
 #    `reset(slot)`. One that drafts in parallel computes in the first of the K calls and hands out
-#    in the others; one that reads the target's hidden states takes them by a hook.
+#    in the others; one that reads the target's hidden states takes them by a hook. All this runs
+#    in inference mode.
 
 
 class SlotLM:
@@ -539,6 +545,9 @@ class SlotLM:
 
     def __init__(self, model, num_slots: int, max_length: int, max_drafts: int = 0):
         _check_model("model", model)
+        for name, value, low in (("num_slots", num_slots, 1), ("max_length", max_length, 0),
+                                 ("max_drafts", max_drafts, 0)):
+            _whole(name, value, low)
         _need(max_length <= _positions(model), "max_length",
               f"within the {_positions(model)} positions of {type(model).__name__}", max_length)
         self.model, self.shape, self.max_drafts = model, (num_slots, max_length), max_drafts
@@ -677,6 +686,9 @@ class Decoder:
             _need(got == want, "estimator", f"one of K = {K} on {self.device}", got)
         self.target = SlotLM(target, B, max_length, K)
         own = K == 0 or hasattr(drafter, "logits")
+        if isinstance(drafter, SlotLM):
+            _need(drafter.shape[0] >= B and drafter.shape[1] >= max_length, "drafter",
+                  f"of {B} slots for {max_length} tokens at least", drafter.shape)
         self.drafter = drafter if own else SlotLM(drafter, B, max_length)
         self.models = [self.target, self.drafter] if K else [self.target]
         self.sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -723,7 +735,7 @@ class Decoder:
         clock.append(_mark(device))
         # 5. accept
         finite = logits.amax(-1).isfinite().all()
-        p = warp(logits, **self.sampling, out=self.p[:R + budget])  # (R + budget, V)
+        p = warp(logits, **self.sampling, out=self.p[:len(logits)])  # (R + budget, V)
         accepted, next_tokens = verify(p, q[:, :d], drafts[:, :d], num_verified, self.generator)
         slot, end = torch.from_numpy(np.stack([slots, lengths])).to(device)
         self.tokens[slot, end + accepted] = next_tokens  # accepted drafts are in place already
@@ -841,6 +853,7 @@ class Decoder:
                 draft.learn(np.mean(self.passes), seconds["draft"] * 1e3 / len(self.passes))
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
 
+    @torch.inference_mode()
     def admit(self):
         """Hand out finished requests and put new ones in their slots, as long as there are any."""
         for slot in np.flatnonzero(self.lengths >= self.ends):
@@ -848,13 +861,16 @@ class Decoder:
                 text = self.text[slot, self.start[slot]:self.lengths[slot]]
                 self.finished.append((int(self.index[slot]), text.tolist()))
             self.index[slot], (prompt, new) = next(self.requests, (-1, ((), 0)))
-            n = self.start[slot] = self.lengths[slot] = len(prompt)
+            ids, V = np.asarray(prompt, int if len(prompt) == 0 else None), self.target.vocab_size
+            _need(ids.dtype.kind == "i" and ids.ndim == 1 and 0 <= ids.min(initial=0)
+                  and ids.max(initial=0) < V, "a prompt", f"token ids in 0..{V - 1}", prompt)
+            n = self.start[slot] = self.lengths[slot] = len(ids)
             _need(n + new <= self.tokens.shape[1] and (n or not new), "a request's length",
                   f"in 1..{self.tokens.shape[1]}, prompt and new tokens", (n, new))
             self.ends[slot] = n + new
             if self.index[slot] >= 0:
-                self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
-                self.text[slot, :n] = prompt
+                self.tokens[slot, :n] = torch.from_numpy(ids).to(self.device)
+                self.text[slot, :n] = ids
                 self.survival[slot] = self.mean_confidence.cumprod()  # nothing else is known
                 for model in self.models:
                     model.reset(slot)
@@ -885,12 +901,13 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
         ("num_speculative_tokens", num_speculative_tokens), ("max_batch_size", max_batch_size),
         ("context_length", context_length)))
     _whole("repeats", repeats, 1)
-    _need(len(prompts) and all(map(len, prompts)), "prompts", "lists of token ids", prompts)
+    _need(isinstance(prompts, (list, tuple)) and prompts and all(map(np.size, prompts)), "prompts",
+          "lists of token ids", prompts)
     prompts = [list(prompts[i % len(prompts)]) for i in range(B)]
     decoder = Decoder(target, drafter, [((p * (n // len(p) + 1))[:n], K + 1) for p in prompts],
                       max_length=n + K + 1, max_batch_size=B, num_speculative_tokens=K, seed=0,
-                      plan="fixed",
-                      estimator=AcceptanceEstimator(K, device=target.device), **law)
+                      plan="fixed", **law)
+    decoder.estimator = AcceptanceEstimator(K, device=decoder.device)  # its time counts too
     decoder.admit()
     # Of this decoder two decisions are replaced: these requests stay, and budgets go by the list.
     decoder.admit, draft, verify = lambda: None, {}, {}
@@ -934,7 +951,8 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     distribution does not.) Raises ValueError before any work; NotImplementedError if a first pass
     shows that a model does not fit; FloatingPointError for logits that are not finite.
     """
-    K, law = num_speculative_tokens, dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    K = _whole("num_speculative_tokens", num_speculative_tokens, 0, 1000)
+    law = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     _need(on_step is None or callable(on_step), "on_step", "None or callable", on_step)
     requests = _check_prompts(prompts, max_new_tokens, *_check_pair(target, drafter, K))
     longest = max([len(p) + new for p, new in requests if new], default=0)
@@ -1017,6 +1035,7 @@ def _check_model(name, model):
     ropes = str(getattr(config, "rope_parameters", ""))  # flat, or one for each kind of layer
     for bad, why in ((model.training, "is in training mode: call .eval()"),
                      (config.is_encoder_decoder, "is an encoder-decoder"),
+                     (model.get_output_embeddings() is None, "has no head that gives logits"),
                      (not hasattr(config, "num_hidden_layers"), "is made of several models: pass "
                       "its language model"),
                      (model._is_stateful, "keeps a recurrent state, which cannot forget a draft"),
