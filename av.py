@@ -862,7 +862,7 @@ class Decoder:
                 self.finished.append((int(self.index[slot]), text.tolist()))
             self.index[slot], (prompt, new) = next(self.requests, (-1, ((), 0)))
             ids, V = np.asarray(prompt, int if len(prompt) == 0 else None), self.target.vocab_size
-            _need(ids.dtype.kind == "i" and ids.ndim == 1 and 0 <= ids.min(initial=0)
+            _need(ids.dtype.kind in "iu" and ids.ndim == 1 and 0 <= ids.min(initial=0)
                   and ids.max(initial=0) < V, "a prompt", f"token ids in 0..{V - 1}", prompt)
             n = self.start[slot] = self.lengths[slot] = len(ids)
             _need(n + new <= self.tokens.shape[1] and (n or not new), "a request's length",

@@ -1140,7 +1140,8 @@ def test_odd_but_right_input():
     target = cycle(8)
     assert av.generate(target, None, [], num_speculative_tokens=0).tokens == []
     assert av.generate(target, cycle(8), [], cost=STAIRS).tokens == []
-    for prompts in (torch.tensor([[1], [2]]), [torch.tensor([1]), (2,)], np.array([[1], [2]])):
+    for prompts in (torch.tensor([[1], [2]]), [torch.tensor([1]), (2,)], np.array([[1], [2]]),
+                    [np.array([1], np.uint16), torch.tensor([2], dtype=torch.int32)]):
         out = av.generate(target, cycle(8), prompts, max_new_tokens=3, num_speculative_tokens=12,
                           temperature=0, cost=STAIRS)
         assert out.tokens == [[2, 3, 4], [3, 4, 5]]
