@@ -980,6 +980,16 @@ def test_families_are_refused_by_name(name):
             av.generate(*pair, [[1, 2]], max_new_tokens=4, cost=STAIRS)
 
 
+def test_an_error_in_mid_run_is_not_called_a_wrong_family():
+    """Only a first pass can show that a model does not fit; later errors must come out as are."""
+    lm, tokens = av.SlotLM(llama(), 1, 9), torch.zeros(1, 9, dtype=torch.long)
+    lm.logits(tokens, np.array([2]), np.array([0]))
+    lm.reset(0)  # a new request: nothing is cached
+    lm.model.lm_head.forward = lambda hidden: hidden @ torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match="^mat1 and mat2"):
+        lm.logits(tokens, np.array([2]), np.array([0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_differs_only_at_near_ties(dtype):
     """In 16 bits greedy text may leave that of `generate` only where the two best logits are within
