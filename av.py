@@ -861,16 +861,15 @@ class Decoder:
                 text = self.text[slot, self.start[slot]:self.lengths[slot]]
                 self.finished.append((int(self.index[slot]), text.tolist()))
             self.index[slot], (prompt, new) = next(self.requests, (-1, ((), 0)))
-            ids, V = np.asarray(prompt, int if len(prompt) == 0 else None), self.target.vocab_size
-            _need(ids.dtype.kind in "iu" and ids.ndim == 1 and 0 <= ids.min(initial=0)
-                  and ids.max(initial=0) < V, "a prompt", f"token ids in 0..{V - 1}", prompt)
-            n = self.start[slot] = self.lengths[slot] = len(ids)
+            if self.index[slot] >= 0:
+                prompt = _token_ids("a prompt", prompt, self.target.vocab_size)
+            n = self.start[slot] = self.lengths[slot] = len(prompt)
             _need(n + new <= self.tokens.shape[1] and (n or not new), "a request's length",
                   f"in 1..{self.tokens.shape[1]}, prompt and new tokens", (n, new))
             self.ends[slot] = n + new
             if self.index[slot] >= 0:
-                self.tokens[slot, :n] = torch.from_numpy(ids).to(self.device)
-                self.text[slot, :n] = ids
+                self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
+                self.text[slot, :n] = prompt
                 self.survival[slot] = self.mean_confidence.cumprod()  # nothing else is known
                 for model in self.models:
                     model.reset(slot)
@@ -1008,14 +1007,17 @@ def _check_prompts(prompts, max_new_tokens, V, limit):
     _need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
     requests = []
     for i, (prompt, n) in enumerate(zip(prompts, new)):
-        name = f"prompts[{i}]"
-        prompt = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
-        _need(isinstance(prompt, (list, tuple)) and prompt, name, "a list of token ids", prompt)
-        prompt = [_whole(f"a token of {name}", t, 0, V - 1) for t in prompt]
+        prompt = _token_ids(f"prompts[{i}]", prompt, V)
         requests.append((prompt, _whole("max_new_tokens", n, 0)))
-        _need(len(prompt) + n <= limit, f"{name} with max_new_tokens",
+        _need(len(prompt) + n <= limit, f"prompts[{i}] with max_new_tokens",
               f"within the models' {limit} positions", len(prompt) + n)
     return requests
+
+
+def _token_ids(name, prompt, V):
+    prompt = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
+    _need(isinstance(prompt, (list, tuple)) and prompt, name, "a list of token ids", prompt)
+    return [_whole(f"a token of {name}", t, 0, V - 1) for t in prompt]
 
 
 def _end_tokens(eos, V):
