@@ -339,7 +339,7 @@ class Curve:
         if tokens > 2 * self.tokens[-1]:
             return  # many prompts, or much that a drafter missed, say little about the points
         expected, smaller = self(tokens), self.tokens < tokens
-        change = 0.1 * np.clip(ms / expected - 1, -0.5, 0.5)  # a share; hiccups count little
+        change = 0.1 * min(max(ms / expected - 1, -0.5), 0.5)  # a share; hiccups count little
         index = np.arange(len(self.ms))
         away = np.abs(index - np.interp(tokens, self.tokens, index))  # 0: this very point
         # Half of it everywhere: a machine that slows down does so at sizes not seen lately too.
@@ -371,16 +371,15 @@ def plan_step(survival: np.ndarray, cost: CostTable, depths, slack: float = 0.0)
     LOSSLESS: pass survivals of *earlier* steps. This step's depend on the tokens drawn, so a budget
     made of them would decide about a draft by looking at it.
     """
-    B, plans = len(survival), []
-    usable, verify_ms = survival >= 0, cost.verify(B + np.arange(survival.size + 1))  # by budget
-    draft_ms = cost.draft(B) * np.append(0, usable.any(0).cumsum())  # by depth
-    for depth in depths:
-        best = np.sort(survival[:, :depth][usable[:, :depth]])[::-1]
-        tokens = B + np.append(0.0, best.cumsum())  # by budget
-        rate = tokens / (draft_ms[depth] + verify_ms[:len(tokens)])
-        near = np.flatnonzero(rate >= (1 - slack) * rate.max())
-        plans.append((rate.max(), near[-1 if slack else 0]))
-    return tuple(np.array(plans).T)
+    (B, K), depths, budgets = survival.shape, np.array(depths), np.arange(survival.size + 1)
+    usable = (survival >= 0) & (np.arange(K) < depths[:, None, None])  # (depths, B, K)
+    best = -np.sort(-np.where(usable, survival, 0.0).reshape(len(depths), B * K))
+    tokens = np.full((len(depths), len(budgets)), float(B))
+    tokens[:, 1:] += best.cumsum(1)
+    ms = cost.draft(B) * usable.any(1).sum(1)[:, None] + cost.verify(B + budgets)
+    rates = np.where(budgets <= usable.sum((1, 2))[:, None], tokens / ms, 0.0)
+    near = rates >= (1 - slack) * rates.max(1)[:, None]  # (depths, budgets)
+    return rates.max(1), budgets[-1] - near[:, ::-1].argmax(1) if slack else near.argmax(1)
 
 
 def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
@@ -437,23 +436,24 @@ class Ragged:
         self.keep = 0 if T == R + budget else (  # 0: all
             offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
         self.layers = set()  # that have attended
-        # Attention pads: one call for all rows, as wide as the widest that is not long, and another
-        # for each long row: a prompt, or a drafter left behind (2 pending are usual, see SlotLM).
-        # Where the counts cannot be read freely, an upper bound is the width.
+        # Attention pads: one call for all rows, and one more for each row longer than `width`: a
+        # prompt, a drafter left behind, or one of the few in which a trim leaves many drafts. Where
+        # the counts cannot be read freely, an upper bound is a row's width.
         free, (_, cached, pending) = device.type in READ_FREELY, table
         widths = counts.numpy() if free else pending + min(budget, max_drafts or budget)
-        n, long = len(widths), np.flatnonzero(pending > 2)
-        width = int(widths[pending <= 2].max(initial=1))
+        n, at = len(widths), np.sort(widths).clip(1)  # of all widths the cheapest: n * width, and
+        width = at[np.argmin(n * at - (at + 16).cumsum())]  # longer rows, + 16 or so for each call
+        long = np.flatnonzero(widths > width)
+        self.unpadded = not len(long) and T == n * width
         self.calls, starts = [], np.arange(n) * width
-        for lo, hi, w in [(0, n, width)] + [(i, i + 1, int(widths[i])) for i in long]:
+        for lo, hi, w in [(0, n, width)] + [(i, i + 1, widths[i]) for i in long]:
             at = torch.arange(w, device=device)
             self.calls.append((  # cache rows, packed queries, their positions, keys to see, masks
                 slice(slots[0] + lo, slots[0] + hi) if dense else slot[lo:hi],
-                (first[lo:hi, None] + at).clamp(max=T - 1).flatten(), start[lo:hi, None] + at,
-                int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
+                None if self.unpadded else (first[lo:hi, None] + at).clamp(max=T - 1).flatten(),
+                start[lo:hi, None] + at, int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
         # Each token's place in the padded outputs, one call's behind the other's.
         starts[long] = n * width + np.cumsum(widths[long]) - widths[long]
-        self.unpadded = free and not len(long) and T == n * width
         self.place = None if self.unpadded else torch.from_numpy(starts).to(device)[row] + offset
 
 

@@ -528,6 +528,24 @@ def test_logits_from_the_cache_are_those_without_it(free, monkeypatch):
                              torch.randint(0, 64, (4, 64)))
 
 
+def test_attention_pads_little_more_than_there_are_tokens():
+    """One deep row in a trimmed batch, or a prompt, must not make all the others as wide as it is;
+    and where all the rows are long, with an idle one between, none of them gets lost."""
+    def padded(pending, drafts):
+        pending, drafts = np.array(pending), torch.tensor(drafts)
+        batch = av.Ragged(np.arange(len(pending)), 0 * pending, pending, drafts, int(drafts.sum()),
+                          9, torch.device("cpu"))
+        return sum(seen.numel() for _, _, seen, _, _ in batch.calls)
+
+    assert padded([1] * 64, [0] * 63 + [8]) == 64 + 9
+    assert padded([1] * 63 + [200], [1] * 64) == 64 * 2 + 201
+    assert padded([1] * 4, [3, 4, 4, 4]) == 4 * 5  # even enough: a call costs more than padding
+    target, tokens = llama(), torch.arange(192).reshape(3, 64) * 7 % 64
+    got = av.SlotLM(target, 3, 64).logits(tokens, np.array([40, 60]), np.array([0, 2]))
+    want = [target(tokens[s:s + 1, :n]).logits[0, -1] for s, n in ((0, 40), (2, 60))]
+    assert torch.allclose(got, torch.stack(want), atol=1e-5)
+
+
 @pytest.mark.parametrize("law", [dict(temperature=0), dict(top_p=0.9, top_k=20),
                                  dict(temperature=1.5), dict(temperature=0.01)])
 def test_the_target_as_its_own_drafter_is_always_accepted(law):
