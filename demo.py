@@ -432,7 +432,7 @@ def introduce(run: Run):
 
 def greedy_check(run: Run):
     """Temperature 0, float32: each arm must give, token for token, what the target alone gives."""
-    pair, ids, outputs = run.pair, run.pair.prompts[:6], {}
+    pair, ids, outputs = run.pair, run.pair.prompts[:3 if run.quick else 6], {}
     # A made-up table, steep enough to trim and to stop drafting; the true one is not measured yet.
     cost = av.CostTable({1: 1.0, 64: 2.0}, {1: 10.0, 64: 40.0})
     for name, K, plan in run.arms:
@@ -464,7 +464,8 @@ def measure(run: Run) -> dict[int, av.CostTable]:
         status(f"{load} requests: timing real steps")
         cost = costs[load] = av.measure_costs(
             run.pair.target, run.pair.drafter, run.pair.prompts, num_speculative_tokens=run.K,
-            max_batch_size=load, context_length=context, repeats=5 if load <= 16 else 3, **run.law)
+            max_batch_size=load, context_length=context,
+            repeats=1 if run.quick else 5 if load <= 16 else 3, **run.law)
         status()
         every = load * (run.K + 1)
         print(f"{load:6}{cost.draft(load):17.2f}{f'T({load})':>12}{cost.verify(load):9.2f}"
