@@ -717,7 +717,7 @@ class Decoder:
         _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
         self.admit()
         slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
-        R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
+        R, lengths = len(slots), self.lengths[slots]
         if not R:
             return None
         # 0. plan. LOSSLESS: depth and budget are fixed here, before anything of this step is drawn.
@@ -725,9 +725,8 @@ class Decoder:
         depths, budget = self.choose(limits)
         queries = int((lengths - self.target.cached[slots]).sum()) + budget  # R + budget + prompts
         # 1 + 2. draft, score
-        drafts, q, features, survival = self.draw(depths)
+        drafts, q, features, survival, *clock = self.draw(depths)
         d = depths.max()  # columns beyond are empty
-        clock.append(_mark(device))
         # 3. trim
         num_verified = trim(survival[:, :d], budget)  # (R,)
         # 4. verify: (requests + budget) query tokens; a trimmed draft is not among them
@@ -780,15 +779,15 @@ class Decoder:
     def draw(self, depths):
         """Up to `depths` (R,) tokens per request, each with its law and its chance to be accepted.
 
-        Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K; -1: not drafted). What
-        was not drafted holds anything.
+        Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K; -1: not drafted), and
+        when drafting began and ended. What was not drafted holds anything.
         """
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
         drawn = torch.from_numpy(np.arange(K) < depths[:, None]).to(device)  # (R, K)
         q, rows = self.q[:R], np.arange(R)
-        self.passes, own = [], not isinstance(self.drafter, SlotLM)  # tokens of each pass
+        own, self.passes, began = not isinstance(self.drafter, SlotLM), [], _mark(device)
         for i in range(depths.max()):
             rows = rows[depths[rows] > i]
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
@@ -805,8 +804,9 @@ class Decoder:
             q[row, i, :law.shape[1]] = law
             features[row, i] = logit_q_max(logits, self.sampling["temperature"])
             self.stats.proposed[i] += len(rows)
+        ended = _mark(device)
         confidence = self.estimator.predict(features) if self.estimator else drawn.double()
-        return drafts, q, features, confidence.cumprod(1).where(drawn, -1.0)
+        return drafts, q, features, confidence.cumprod(1).where(drawn, -1.0), began, ended
 
     def commit(self, done: Step, queries: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
@@ -894,7 +894,7 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     """Time real steps of this pair at the shapes they will have; arguments as in `generate`.
 
     prompts are repeated up to context_length tokens. Medians of `repeats` steps after a warm-up:
-    no draft verified in smaller batches, and budgets from none to all at max_batch_size requests.
+    none verified in smaller batches, and at max_batch_size requests all drafts of some depths.
     """
     K, B, n = (_whole(name, value, 1) for name, value in (
         ("num_speculative_tokens", num_speculative_tokens), ("max_batch_size", max_batch_size),
@@ -910,24 +910,22 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     decoder.admit()
     # Of this decoder two decisions are replaced: these requests stay, and budgets go by the list.
     decoder.admit, draft, verify = lambda: None, {}, {}
-
-    def timed():
-        seconds = decoder.step().seconds
-        decoder.lengths[:], decoder.ends[:] = n, n + K + 1  # the same shape again
-        for model in decoder.models:
-            model.commit(np.arange(B), decoder.lengths)
-        return seconds["draft"] * 1e3, (seconds["verify"] + seconds["rest"]) * 1e3
-
-    shapes = [(R, 0) for R in sorted({1, -(-B // 4), -(-B // 2), B})]
-    shapes += [(B, int(K * B * share)) for share in (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]
+    shapes = [(R, min(2, K), 0) for R in sorted({1, -(-B // 4), -(-B // 2), B})] + [(B, 1, B // 4)]
+    shapes += [(B, depth, B * depth) for depth in sorted({min(i, K) for i in (1, 2, 3, 5, K)})]
     times = {shape: [] for shape in shapes}
     for _ in range(repeats + 1):  # they take turns, so that a busy moment of the machine hits all
-        for R, budget in shapes:
-            decoder.slots, decoder.choose = np.arange(R), lambda limits, b=budget: (limits, b)
-            times[R, budget].append(timed())
-    for (R, budget), rounds in times.items():
-        drafting, verify[R + budget] = np.median(rounds[1:], axis=0)
-        draft.setdefault(R, drafting / K)
+        for R, depth, budget in shapes:
+            decoder.slots = np.arange(R)
+            decoder.choose = lambda limits, d=depth, b=budget: (np.minimum(limits, d), b)
+            decoder.lengths[:], decoder.ends[:] = n, n + K + 1  # the same shape again
+            decoder.target.commit(np.arange(B), decoder.lengths)
+            # A pass that is the only one reads 2 tokens of each request, as a first pass often has.
+            decoder.drafter.commit(np.arange(B), decoder.lengths - (depth == 1 < n))
+            s = decoder.step().seconds
+            times[R, depth, budget].append((s["draft"] / depth, s["verify"] + s["rest"]))
+    for (R, depth, budget), rounds in times.items():
+        drafting, verify[R + budget] = 1e3 * np.median(rounds[1:], axis=0)
+        draft.setdefault(2 * R if depth == 1 else R, drafting)
     return CostTable(draft, verify, learning=True)
 
 

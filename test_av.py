@@ -539,11 +539,13 @@ def test_attention_pads_little_more_than_there_are_tokens():
 
     assert padded([1] * 64, [0] * 63 + [8]) == 64 + 9
     assert padded([1] * 63 + [200], [1] * 64) == 64 * 2 + 201
-    assert padded([1] * 4, [3, 4, 4, 4]) == 4 * 5  # even enough: a call costs more than padding
-    target, tokens = llama(), torch.arange(192).reshape(3, 64) * 7 % 64
-    got = av.SlotLM(target, 3, 64).logits(tokens, np.array([40, 60]), np.array([0, 2]))
-    want = [target(tokens[s:s + 1, :n]).logits[0, -1] for s, n in ((0, 40), (2, 60))]
-    assert torch.allclose(got, torch.stack(want), atol=1e-5)
+    assert padded([1] * 4, [0, 0, 0, 1]) == 4 * 2  # here a call would cost more than the padding
+    target, tokens = llama(), torch.arange(40 * 64).reshape(40, 64) * 7 % 64
+    for slots, lengths in (([0, 2], [40, 60]),
+                           (range(40), [2] * 38 + [1, 3])):  # padding and excess cancel out
+        got = av.SlotLM(target, 40, 64).logits(tokens, np.array(lengths), np.array(slots))
+        want = [target(tokens[s:s + 1, :n]).logits[0, -1] for s, n in zip(slots, lengths)]
+        assert torch.allclose(got, torch.stack(want), atol=1e-5)
 
 
 @pytest.mark.parametrize("law", [dict(temperature=0), dict(top_p=0.9, top_k=20),
@@ -1225,13 +1227,18 @@ def test_a_default_dtype_is_nobodys_business():
 
 
 def test_costs_are_measured_at_the_shapes_that_run():
-    """A table of another shape than the batch's lies about trimmed batches."""
-    target = llama()
-    cost = av.measure_costs(target, noisy(target, 0.1), prompts_of((5, 9)),
-                            num_speculative_tokens=3, max_batch_size=4,
-                            context_length=20, repeats=1)
-    assert (cost.verify.tokens.tolist() == [1, 2, 4, 5, 7, 10, 16]
-            and cost.draft.tokens.tolist() == [1, 2, 4])
+    """A table of another shape than the batch's lies about trimmed batches, and one of drafter
+    passes that never catch up with a token about the first pass of each step."""
+    target, seen = llama(), set()
+    drafter = noisy(target, 0.1)
+    drafter.model.embed_tokens.register_forward_hook(lambda m, args, out: seen.add(args[0].numel()))
+    settings = dict(num_speculative_tokens=3, max_batch_size=4, repeats=1)
+    av.measure_costs(target, drafter, prompts_of((5, 9)), context_length=1, **settings)
+    assert max(seen) == 4  # of one token none can be missed
+    cost = av.measure_costs(target, drafter, prompts_of((5, 9)), context_length=20, **settings)
+    assert {1, 2, 4, 8} <= seen
+    assert (cost.verify.tokens.tolist() == [1, 2, 4, 5, 8, 12, 16]
+            and cost.draft.tokens.tolist() == [1, 2, 4, 8])
 
 
 def test_memory_and_state_do_not_grow():
