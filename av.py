@@ -103,7 +103,7 @@ def _cut(weights, top_k, top_p, n):
     """Law of the heaviest tokens that top-k and then top-p leave; overwrites `weights`.
 
     Looks at the n heaviest tokens of each row only, which needs no sort of V; a row that keeps all
-    of them may need more, and is looked at again. Where a look at that waits, n is V at once.
+    of them may need more, and is looked at again. Where reading that waits, n is V at once.
     """
     V = weights.shape[-1]
     n = min(n, V) if weights.device.type in READ_FREELY else V
@@ -175,7 +175,6 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     _need(num_verified.shape == (B,), "num_verified", f"{B} counts", tuple(num_verified.shape))
     if K == 0:
         return num_verified, sample(p, generator)
-    request = torch.arange(B, device=p.device)
     first = (num_verified + 1).cumsum(0) - (num_verified + 1)  # (B,) p row of the first draft
     position = torch.arange(K, device=p.device)
     rows = (first[:, None] + position).clamp(max=len(p) - 1)  # (B, K)
@@ -188,7 +187,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     # subtle: the next token comes from row `accepted`, whichever draft was rejected there or none.
     p_next = p[first + accepted]  # (B, V)
     rejected = (accepted < num_verified)[:, None]
-    q_next = q[request, accepted.clamp(max=K - 1)] * rejected
+    q_next = q[torch.arange(B, device=p.device), accepted.clamp(max=K - 1)] * rejected
     residual = (p_next - q_next).clamp(min=0)
     # subtle: rounding can leave a residual of zero mass (p = q); its limit is p itself.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
@@ -210,11 +209,11 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 class AcceptanceEstimator:
-    """logit P(draft i accepted) = slope * logit(q_max) + intercepts[i], fitted while serving.
+    """logit P(i accepted, if all before it were) = slope * logit(q_max) + intercepts[i], online.
 
     One slope for all positions, one intercept each: K + 1 parameters, O(K) state, float64. One
     estimator per pair and sampling setting. Defaults are vLLM's; it starts from the median that its
-    authors found over five pairs of models. (i given that all before i were accepted.)
+    authors found over five pairs of models.
 
     num_speculative_tokens: K >= 1. refit_every: N, decode steps per round, of which a `Decoder`
     verifies one in full (joint: of some requests). ridge: keeps H regular where a position has no
@@ -441,8 +440,9 @@ class Ragged:
         # the counts cannot be read freely, an upper bound is a row's width.
         free, (_, cached, pending) = device.type in READ_FREELY, table
         widths = counts.numpy() if free else pending + min(budget, max_drafts or budget)
-        n, at = len(widths), np.sort(widths).clip(1)  # of all widths the cheapest: n * width, and
-        width = at[np.argmin(n * at - (at + 16).cumsum())]  # longer rows, + 16 or so for each call
+        # Of all widths the cheapest: n * width, and for each longer row its own width + 16 or so.
+        n, at = len(widths), np.sort(widths).clip(1)
+        width = at[np.argmin(n * at - (at + 16).cumsum())]
         long = np.flatnonzero(widths > width)
         self.unpadded = not len(long) and T == n * width
         self.calls, starts = [], np.arange(n) * width
@@ -528,8 +528,8 @@ def _attending(configs):
 # ---------------------------------------------------------------------------------------------
 # 6. A causal LM over request slots: the target, and the drafter.
 #    The loop knows a drafter by three verbs, as below: `logits(tokens, lengths, slots)` gives
-#    (R, V) for the next token of each of the slots (`lengths` counts the drafts so far in), and the
-#    loop draws it; `commit(slots, lengths)` says what became of them: what lies beyond is void;
+#    (R, V) for the next token of each of the slots (`lengths` includes the drafts so far), and the
+#    loop draws it; `commit(slots, lengths)` says what became of them: beyond `lengths` all is void;
 #    `reset(slot)`. One that drafts in parallel computes in the first of the K calls and hands out
 #    in the others; one that reads the target's hidden states takes them by a hook. All this runs
 #    in inference mode.
@@ -545,11 +545,8 @@ class SlotLM:
 
     def __init__(self, model, num_slots: int, max_length: int, max_drafts: int = 0):
         _check_model("model", model)
-        for name, value, low in (("num_slots", num_slots, 1), ("max_length", max_length, 0),
-                                 ("max_drafts", max_drafts, 0)):
-            _whole(name, value, low)
-        _need(max_length <= _positions(model), "max_length",
-              f"within the {_positions(model)} positions of {type(model).__name__}", max_length)
+        _whole("num_slots", num_slots, 1), _whole("max_drafts", max_drafts, 0)
+        _whole("max_length", max_length, 0, _positions(model))
         self.model, self.shape, self.max_drafts = model, (num_slots, max_length), max_drafts
         self.vocab_size, self.embedded = _vocabulary(model)
         configs = (m.config for m in model.modules() if hasattr(m, "config"))
@@ -700,7 +697,7 @@ class Decoder:
         self.text = np.zeros((B, max_length), int)  # the host's copy, without drafts
         self.start, self.lengths, self.ends = np.zeros((3, B), int)
         self.index, self.slots = np.full(B, -1), np.arange(0)  # request of each slot; those in use
-        self.survival = np.ones((B, K))  # of each request's last step
+        self.survival = np.ones((B, K))  # to be expected of each request's next step
         self.p, self.q = (torch.zeros(shape, device=self.device, dtype=torch.float32)
                           for shape in ((B * (K + 1), V), (B, K, V)))  # kept: allocating costs
         self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
@@ -717,7 +714,7 @@ class Decoder:
         _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
         self.admit()
         slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
-        R, lengths = len(slots), self.lengths[slots]
+        R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
         if not R:
             return None
         # 0. plan. LOSSLESS: depth and budget are fixed here, before anything of this step is drawn.
@@ -725,8 +722,9 @@ class Decoder:
         depths, budget = self.choose(limits)
         queries = int((lengths - self.target.cached[slots]).sum()) + budget  # R + budget + prompts
         # 1 + 2. draft, score
-        drafts, q, features, survival, *clock = self.draw(depths)
+        drafts, q, features, survival = self.draw(depths)
         d = depths.max()  # columns beyond are empty
+        clock.append(_mark(device))
         # 3. trim
         num_verified = trim(survival[:, :d], budget)  # (R,)
         # 4. verify: (requests + budget) query tokens; a trimmed draft is not among them
@@ -758,7 +756,7 @@ class Decoder:
 
         limits (R,): drafts that each could use. One step in each round of the estimator drafts and
         verifies everything: a position that is never verified is never learned again. (Joint, where
-        it costs most: of some slots.)
+        it costs most: of an eighth of the slots, 8 at least; the others draft nothing.)
         """
         explore = self.estimator and self.estimator.steps % self.estimator.refit_every == 0
         if explore and self.plan == "joint":
@@ -767,10 +765,8 @@ class Decoder:
             return limits, int(limits.sum())
         survival = np.where(np.arange(self.K) < limits[:, None], self.survival[self.slots], -1.0)
         depths = range(self.K + 1) if self.plan == "joint" else [self.K]
-        # What was drawn is paid for: joint trims it only where that gains more than 2 %, as the
-        # estimate is not exact.
-        slack = 0.02 if self.plan == "joint" else 0.0
-        rates, budgets = plan_step(survival, self.cost, depths, slack)
+        # Drafts are paid for: joint trims only where it gains over 2 %, the estimate being inexact.
+        rates, budgets = plan_step(survival, self.cost, depths, 0.02 * (self.plan == "joint"))
         # Smoothed over steps: to change the depth to and fro costs more than it brings.
         self.rates = rates if self.rates is None else self.rates + 0.1 * (rates - self.rates)
         best = int(np.argmax(self.rates))
@@ -779,15 +775,15 @@ class Decoder:
     def draw(self, depths):
         """Up to `depths` (R,) tokens per request, each with its law and its chance to be accepted.
 
-        Returns drafts (R, K), q (R, K, V), features (R, K), survival (R, K; -1: not drafted), and
-        when drafting began and ended. What was not drafted holds anything.
+        Returns drafts (R, K), q (R, K, V; anything where nothing was drafted), features (R, K), and
+        survival (R, K; -1: not drafted).
         """
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
         drawn = torch.from_numpy(np.arange(K) < depths[:, None]).to(device)  # (R, K)
         q, rows = self.q[:R], np.arange(R)
-        own, self.passes, began = not isinstance(self.drafter, SlotLM), [], _mark(device)
+        self.passes, own = [], not isinstance(self.drafter, SlotLM)  # tokens of each pass
         for i in range(depths.max()):
             rows = rows[depths[rows] > i]
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
@@ -804,9 +800,8 @@ class Decoder:
             q[row, i, :law.shape[1]] = law
             features[row, i] = logit_q_max(logits, self.sampling["temperature"])
             self.stats.proposed[i] += len(rows)
-        ended = _mark(device)
         confidence = self.estimator.predict(features) if self.estimator else drawn.double()
-        return drafts, q, features, confidence.cumprod(1).where(drawn, -1.0), began, ended
+        return drafts, q, features, confidence.cumprod(1).where(drawn, -1.0)
 
     def commit(self, done: Step, queries: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
@@ -833,7 +828,8 @@ class Decoder:
         before = np.concatenate([np.ones((len(slots), 1)), done.survival], 1)[:, :K]
         confidence = np.where(done.survival < 0, self.mean_confidence,
                               done.survival / np.maximum(before, 1e-9))  # (R, K)
-        self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * len(slots) + 80)
+        drawn = (done.survival >= 0).sum(0)
+        self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * drawn + 80)
         self.survival[slots] = confidence.cumprod(1)
 
     def account(self, done: Step, queries: int, clock: list, began: float):
@@ -894,15 +890,14 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     """Time real steps of this pair at the shapes they will have; arguments as in `generate`.
 
     prompts are repeated up to context_length tokens. Medians of `repeats` steps after a warm-up:
-    none verified in smaller batches, and at max_batch_size requests all drafts of some depths.
+    no draft verified in smaller batches, and budgets from none to all at max_batch_size requests.
     """
-    K, B, n = (_whole(name, value, 1) for name, value in (
+    K, B, n, _ = (_whole(name, value, 1) for name, value in (
         ("num_speculative_tokens", num_speculative_tokens), ("max_batch_size", max_batch_size),
-        ("context_length", context_length)))
-    _whole("repeats", repeats, 1)
+        ("context_length", context_length), ("repeats", repeats)))
     _need(isinstance(prompts, (list, tuple)) and prompts and all(map(np.size, prompts)), "prompts",
           "lists of token ids", prompts)
-    prompts = [list(prompts[i % len(prompts)]) for i in range(B)]
+    prompts = [np.asarray(prompts[i % len(prompts)]).tolist() for i in range(B)]
     decoder = Decoder(target, drafter, [((p * (n // len(p) + 1))[:n], K + 1) for p in prompts],
                       max_length=n + K + 1, max_batch_size=B, num_speculative_tokens=K, seed=0,
                       plan="fixed", **law)
@@ -910,22 +905,24 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     decoder.admit()
     # Of this decoder two decisions are replaced: these requests stay, and budgets go by the list.
     decoder.admit, draft, verify = lambda: None, {}, {}
-    shapes = [(R, min(2, K), 0) for R in sorted({1, -(-B // 4), -(-B // 2), B})] + [(B, 1, B // 4)]
-    shapes += [(B, depth, B * depth) for depth in sorted({min(i, K) for i in (1, 2, 3, 5, K)})]
+
+    def timed():
+        seconds = decoder.step().seconds
+        decoder.lengths[:], decoder.ends[:] = n, n + K + 1  # the same shape again
+        for model in decoder.models:
+            model.commit(np.arange(B), decoder.lengths)
+        return seconds["draft"] * 1e3, (seconds["verify"] + seconds["rest"]) * 1e3
+
+    shapes = [(R, 0) for R in sorted({1, -(-B // 4), -(-B // 2), B})]
+    shapes += [(B, int(K * B * share)) for share in (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]
     times = {shape: [] for shape in shapes}
     for _ in range(repeats + 1):  # they take turns, so that a busy moment of the machine hits all
-        for R, depth, budget in shapes:
-            decoder.slots = np.arange(R)
-            decoder.choose = lambda limits, d=depth, b=budget: (np.minimum(limits, d), b)
-            decoder.lengths[:], decoder.ends[:] = n, n + K + 1  # the same shape again
-            decoder.target.commit(np.arange(B), decoder.lengths)
-            # A pass that is the only one reads 2 tokens of each request, as a first pass often has.
-            decoder.drafter.commit(np.arange(B), decoder.lengths - (depth == 1 < n))
-            s = decoder.step().seconds
-            times[R, depth, budget].append((s["draft"] / depth, s["verify"] + s["rest"]))
-    for (R, depth, budget), rounds in times.items():
-        drafting, verify[R + budget] = 1e3 * np.median(rounds[1:], axis=0)
-        draft.setdefault(2 * R if depth == 1 else R, drafting)
+        for R, budget in shapes:
+            decoder.slots, decoder.choose = np.arange(R), lambda limits, b=budget: (limits, b)
+            times[R, budget].append(timed())
+    for (R, budget), rounds in times.items():
+        drafting, verify[R + budget] = np.median(rounds[1:], axis=0)
+        draft.setdefault(R, drafting / K)
     return CostTable(draft, verify, learning=True)
 
 

@@ -1131,7 +1131,7 @@ def test_bad_input_is_refused_by_name_and_value(change, message):
     (lambda: av.CostTable({1: 1.0}, {}), "verify must be a dict"),
     (lambda: av.measure_costs(llama(), llama(), []), "prompts"),
     (lambda: av.measure_costs(llama(), llama(), [[1]], repeats=0), "repeats.*0"),
-    (lambda: av.measure_costs(llama(), llama(), [[1]], context_length=999), "256 positions"),
+    (lambda: av.measure_costs(llama(), llama(), [[1]], context_length=999), "max_length.*0..256, got"),
     (lambda: av.SlotLM(llama().train(), 1, 9), "training mode"),
     (lambda: av.SlotLM(llama(), 1.5, 9), "num_slots.*1.5"),
     (lambda: av.SlotLM(llama().model, 1, 9), "no head"),
@@ -1227,18 +1227,14 @@ def test_a_default_dtype_is_nobodys_business():
 
 
 def test_costs_are_measured_at_the_shapes_that_run():
-    """A table of another shape than the batch's lies about trimmed batches, and one of drafter
-    passes that never catch up with a token about the first pass of each step."""
-    target, seen = llama(), set()
-    drafter = noisy(target, 0.1)
-    drafter.model.embed_tokens.register_forward_hook(lambda m, args, out: seen.add(args[0].numel()))
-    settings = dict(num_speculative_tokens=3, max_batch_size=4, repeats=1)
-    av.measure_costs(target, drafter, prompts_of((5, 9)), context_length=1, **settings)
-    assert max(seen) == 4  # of one token none can be missed
-    cost = av.measure_costs(target, drafter, prompts_of((5, 9)), context_length=20, **settings)
-    assert {1, 2, 4, 8} <= seen
-    assert (cost.verify.tokens.tolist() == [1, 2, 4, 5, 8, 12, 16]
-            and cost.draft.tokens.tolist() == [1, 2, 4, 8])
+    """A table of another shape than the batch's lies about trimmed batches."""
+    target = llama()
+    prompts = [np.array(prompts_of((5,))[0]), torch.tensor(prompts_of((9,))[0])]  # as generate's
+    cost = av.measure_costs(target, noisy(target, 0.1), prompts,
+                            num_speculative_tokens=3, max_batch_size=4,
+                            context_length=20, repeats=1)
+    assert (cost.verify.tokens.tolist() == [1, 2, 4, 5, 7, 10, 16]
+            and cost.draft.tokens.tolist() == [1, 2, 4])
 
 
 def test_memory_and_state_do_not_grow():
@@ -1380,7 +1376,7 @@ def test_the_file_stays_small():
     import ast
     source = (HERE / "av.py").read_text()
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
-    assert len(source.splitlines()) <= 1050 and max(map(len, source.splitlines())) <= 100
+    assert len(source.splitlines()) <= 1045 and max(map(len, source.splitlines())) <= 100
     assert max(f.end_lineno - f.body[0].lineno + 1 for f in functions) <= 46
 
 
