@@ -796,8 +796,8 @@ class Decoder:
             row, slot, end = torch.from_numpy(np.stack([rows, slots, ends])).to(device)
             row = slice(None) if len(rows) == R else row  # all of them: no index needed
             self.tokens[slot, end] = drafts[row, i] = x
-            # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0 for ever.
-            q[row, i, :law.shape[1]] = law
+            # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
+            q[row, i, :law.shape[1]], q[row, i, law.shape[1]:] = law, 0.0
             features[row, i] = logit_q_max(logits, self.sampling["temperature"])
             self.stats.proposed[i] += len(rows)
         confidence = self.estimator.predict(features) if self.estimator else drawn.double()
