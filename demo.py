@@ -465,7 +465,7 @@ def measure(run: Run) -> dict[int, av.CostTable]:
         cost = costs[load] = av.measure_costs(
             run.pair.target, run.pair.drafter, run.pair.prompts, num_speculative_tokens=run.K,
             max_batch_size=load, context_length=context,
-            repeats=1 if run.quick else 5 if load <= 16 else 3, **run.law)
+            repeats=2 if run.quick else 5 if load <= 16 else 3, **run.law)
         status()
         every = load * (run.K + 1)
         print(f"{load:6}{cost.draft(load):17.2f}{f'T({load})':>12}{cost.verify(load):9.2f}"
