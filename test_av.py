@@ -517,7 +517,7 @@ def test_greedy_text_is_that_of_generate(K):
     `model.generate` one prompt at a time; so a request in a batch also equals the request alone.
     """
     target, prompts = llama(), prompts_of((5, 1, 17, 30, 2, 9))
-    drafter, new = noisy(target, 0.1), [30, 9, 20, 1, 30, 25]
+    drafter, new = noisy(target, 0.1), [40, 9, 25, 1, 40, 33]
     want = [greedy(target, p, n) for p, n in zip(prompts, new)]
     for plan, B in itertools.product(av.PLANS if K else ["fixed"], (1, 3, 6)):
         out = av.generate(target, drafter, prompts, max_new_tokens=new, num_speculative_tokens=K,
@@ -848,6 +848,17 @@ def test_no_position_is_forgotten_for_good():
         assert np.mean(depth[200:295]) < 1 and np.mean(depth[-60:-1]) > 4, (plan, depth)
 
 
+def test_what_is_expected_of_deep_drafts_follows_the_few_that_were_drawn():
+    """Joint's first step draws for 8 of 32 requests. Were the others counted as well, the mean of
+    positions that are seldom drafted would take thousands of steps to follow a change."""
+    decoder = av.Decoder(llama(), noisy(llama(), 0.3), [([1, 2], 20)] * 32, max_length=22, seed=0,
+                         max_batch_size=32, num_speculative_tokens=3, plan="joint", cost=STAIRS)
+    first = decoder.step().survival[:, 0]
+    moved = (first[:8] - 0.7).sum() / (5 * 8 + 80)  # as 8 of the 5 x 8 + 80 that are remembered
+    assert (first[8:] == -1).all() and abs(moved) > 1e-4
+    assert decoder.mean_confidence[0] == pytest.approx(0.7 + moved)
+
+
 # ------------------------------------------------------------------------ costs, budget, trim
 
 
@@ -1150,7 +1161,8 @@ def test_bad_input_is_refused_by_name_and_value(change, message):
     (lambda: av.CostTable({1: 1.0}, {}), "verify must be a dict"),
     (lambda: av.measure_costs(llama(), llama(), []), "prompts"),
     (lambda: av.measure_costs(llama(), llama(), [[1]], repeats=0), "repeats.*0"),
-    (lambda: av.measure_costs(llama(), llama(), [[1]], context_length=999), "max_length.*0..256, got"),
+    (lambda: av.measure_costs(llama(), llama(), [[1]], context_length=999),
+     "max_length must be a whole number in 0..256, got 1007"),
     (lambda: av.SlotLM(llama().train(), 1, 9), "training mode"),
     (lambda: av.SlotLM(llama(), 1.5, 9), "num_slots.*1.5"),
     (lambda: av.SlotLM(llama().model, 1, 9), "no head"),
@@ -1272,7 +1284,7 @@ def test_memory_and_state_do_not_grow():
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert sizes[2] - sizes[1] < 20_000 and len(decoder.slots) == 4
+    assert sizes[2] - sizes[1] < 12_000 and len(decoder.slots) == 4
 
 
 # ------------------------------------------------------------------------ the study's statistics
