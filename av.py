@@ -8,7 +8,7 @@ on one number, logit(q_max), fitted online, says how likely each is to be accept
 costs say how many, over the whole batch, to send to the target.
 
 Read `Decoder.step` first (one step, numbered), then `verify` (the lossless rule),
-`AcceptanceEstimator` (the contribution), `plan_step` and `trim`, then the machinery.
+`AcceptanceEstimator` (the contribution), `draft_budget` and `trim`, then the machinery.
 
 here             meaning                                               papers, vLLM
 p, q             law of the TARGET, law of the DRAFTER (some swap)     target_probs, draft_probs
@@ -23,13 +23,12 @@ B, V, T          requests, vocabulary, packed query tokens of a pass
     feature      f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
     confidence   c_i = sigmoid(slope * f_i + intercept_i), by damped Newton steps on the log-loss
     budget       argmax_b (B + sum of the b best survivals) / (ms to draft + ms to verify B + b)
-    joint        the same argmax over the depth too: how many drafts to draw for each request
+    joint        draft one token more where survival > its ms * (tokens per ms, lately); verify all
 
-Not here: token trees, settings per request, paged memory, CUDA graphs, several devices or threads,
-recurrent models. All that is in vLLM: `vllm/v1/worker/gpu/spec_decode/acceptance_estimator.py` and
+Not here: token trees, settings per request, paged memory, CUDA graphs, several devices, recurrent
+models. vLLM has them; in its `v1/worker/gpu/spec_decode/`, `acceptance_estimator.py` and
 `adaptive_verification.py` are the production counterparts of sections 3 and 4.
 """
-import contextlib
 import math
 import time
 import warnings
@@ -38,8 +37,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, PreTrainedModel
 
 READ_FREELY = {"cpu"}  # where reading a tensor on the host waits for nothing
@@ -51,44 +50,45 @@ def _need(ok, name, what, value):
 
 
 def _whole(name, value, low, high=2**62):
-    _need(isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-          and low <= value <= high, name, f"a whole number in {low}..{high}", value)
+    _number(name, value, low, high, "whole number", (int, np.integer))
     return int(value)
 
 
-def _number(name, value, low, high):
-    _need(isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-          and low <= value <= high, name, f"a number in {low:g}..{high:g}", value)
+def _number(name, value, low, high, what="number", kinds=(int, float, np.integer, np.floating)):
+    if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+        _need(False, name, f"a {what} in {low}..{high}", value)
 
 
 def _check_law(temperature, top_k, top_p):
     _number("temperature", temperature, 0, 1e6)
-    _number("top_p", top_p, 0, 1)
-    _need(top_p > 0, "top_p", "above 0", top_p)
+    _number("top_p", top_p, 1e-300, 1)
     _whole("top_k", top_k, 0)
 
 
-# ---------------------------------------------------------------------------------------------
-# 1. Sampling: logits -> probabilities -> token. Every law in this file is one of these rows.
+# ---- 1. Sampling: logits -> probabilities -> token. Every law in this file is one of these rows.
 
 
-def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-         out: Tensor | None = None) -> Tensor:
+def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Logits (..., V) to the float32 probabilities they are sampled with, (..., V).
 
     Temperature, then top-k (0: off), then top-p, as transformers and vLLM order them; tokens that
-    tie with the last one kept are kept. Temperature 0 is the one-hot case of the same law. out: a
-    float32 tensor (..., V) to hold the result.
+    tie with the last one kept are kept. Temperature 0 is the one-hot case of the same law.
     """
     _check_law(temperature, top_k, top_p)
-    _need(out is None or (out.shape, out.dtype) == (logits.shape, torch.float32), "out",
-          f"float32 of shape {tuple(logits.shape)}", out)
+    return _warp(logits, temperature, top_k, top_p)[0]
+
+
+def _warp(logits, temperature, top_k, top_p, out=None):
+    """The law, in `out` if given, and what its weights summed to before any cut: 1 / q_max."""
     weights = _weights(logits, temperature or 1.0, out)
+    total = weights.sum(-1, keepdim=True)
     if temperature == 0:
-        return weights.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    if top_p == 1 and not 0 < top_k < logits.shape[-1]:
-        return weights.div_(weights.sum(-1, keepdim=True))
-    return _cut(weights, top_k, top_p, max(64, top_k + 1))
+        law = weights.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    elif top_p == 1 and not 0 < top_k < logits.shape[-1]:
+        law = weights.div_(total)
+    else:
+        law = _cut(weights, total, top_k, top_p, max(64, top_k + 1))
+    return law, total[..., 0]
 
 
 def _weights(logits, temperature, out=None):
@@ -99,7 +99,7 @@ def _weights(logits, temperature, out=None):
     return (weights if temperature == 1 else weights.div_(max(temperature, 1e-30))).exp_()
 
 
-def _cut(weights, top_k, top_p, n):
+def _cut(weights, total, top_k, top_p, n):
     """Law of the heaviest tokens that top-k and then top-p leave; overwrites `weights`.
 
     Looks at the n heaviest tokens of each row only, which needs no sort of V; a row that keeps all
@@ -108,18 +108,18 @@ def _cut(weights, top_k, top_p, n):
     V = weights.shape[-1]
     n = min(n, V) if weights.device.type in READ_FREELY else V
     top, at = _largest(weights, n)  # (..., n), descending
-    total, limited = weights.sum(-1, keepdim=True), 0 < top_k < V
-    if limited:
+    whole = total
+    if 0 < top_k < V:
         top = top * (top >= top[..., top_k - 1, None])
-        total = top.sum(-1, keepdim=True)
+        whole = top.sum(-1, keepdim=True)
     before = top.cumsum(-1) - top  # the first token has 0, and stays however small top_p is
-    last = top.masked_fill(before >= max(top_p, 1e-30) * total, torch.inf)
+    last = top.masked_fill(before >= max(top_p, 1e-30) * whole, torch.inf)
     kept = top * (top >= last.amin(-1, keepdim=True))
-    short = (top if limited else kept)[..., -1] > 0
+    short = (kept if whole is total else top)[..., -1] > 0
     again = weights[short] if n < V and short.any() else None
     law = weights.zero_().scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
     if again is not None:
-        law[short] = _cut(again, top_k, top_p, 8 * n)
+        law[short] = _cut(again, total[short], top_k, top_p, 8 * n)
     return law
 
 
@@ -149,15 +149,13 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return block * size + sample(inside, generator)
     cdf = probs.cumsum(-1, dtype=torch.float64)
     u = torch.rand(*probs.shape[:-1], 1, device=probs.device, dtype=cdf.dtype, generator=generator)
-    # `right` steps over flat pieces of the CDF and the point stays below its end: no token of
-    # probability 0 is drawn, whatever the rounding.
-    total = cdf[..., -1:]
-    point = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    # `right` steps over flat pieces of the CDF and the point stays below its end (by more than
+    # rounding can give back): no token of probability 0 is drawn.
+    point = u * (cdf[..., -1:] * (1 - 2**-52))
     return torch.searchsorted(cdf, point, right=True).squeeze(-1).clamp(max=V - 1)
 
 
-# ---------------------------------------------------------------------------------------------
-# 2. The lossless accept rule (Leviathan et al. 2023, algorithm 1; vLLM rejection_sampler).
+# ---- 2. The lossless accept rule (Leviathan et al. 2023, algorithm 1; vLLM rejection_sampler).
 
 
 def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
@@ -194,8 +192,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     return accepted, sample(residual, generator)
 
 
-# ---------------------------------------------------------------------------------------------
-# 3. The acceptance estimator (vLLM acceptance_estimator.py, OnlineAcceptanceEstimator).
+# ---- 3. The acceptance estimator (vLLM acceptance_estimator.py, OnlineAcceptanceEstimator).
 
 
 def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -205,15 +202,18 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     one token (q_max = 1, no information); temperature 0 uses the unscaled logits. The weight of the
     maximum is 1, so the odds are 1 to the sum of the others, and q_max -> 1 does not overflow.
     """
-    return -(_weights(logits, temperature or 1.0).sum(-1) - 1).log().clamp(-10.0, 10.0)
+    return _logit(_weights(logits, temperature or 1.0).sum(-1))
+
+
+def _logit(total):
+    return -(total - 1).log().clamp(-10.0, 10.0)
 
 
 class AcceptanceEstimator:
     """logit P(i accepted, if all before it were) = slope * logit(q_max) + intercepts[i], online.
 
-    One slope for all positions, one intercept each: K + 1 parameters, O(K) state, float64. One
-    estimator per pair and sampling setting. Defaults are vLLM's; it starts from the median that its
-    authors found over five pairs of models.
+    One slope for all positions, one intercept each: K + 1 parameters, O(K) state, float64. One per
+    pair and sampling setting. Defaults are vLLM's, the start is its authors' median of five pairs.
 
     num_speculative_tokens: K >= 1. refit_every: N, decode steps per round, of which a `Decoder`
     verifies one in full (joint: of some requests). ridge: keeps H regular where a position has no
@@ -223,9 +223,8 @@ class AcceptanceEstimator:
 
     MIN_CURVATURE = 0.05
 
-    @torch.inference_mode(False)  # theta stays an ordinary tensor, here and in refit
     def __init__(self, num_speculative_tokens: int, *, refit_every: int = 100, ridge: float = 1e-3,
-                 damping: float = 50.0, slope: float = 0.5, intercept: float = -0.2, device="cpu"):
+                 damping: float = 50.0, slope: float = 0.5, intercept: float = -0.2):
         K = _whole("num_speculative_tokens", num_speculative_tokens, 1)
         self.num_speculative_tokens = K
         self.refit_every = _whole("refit_every", refit_every, 1)
@@ -233,75 +232,70 @@ class AcceptanceEstimator:
                                  ("slope", slope, 0), ("intercept", intercept, -1e6)):
             _number(name, value, low, 1e6)
         self.ridge, self.damping = ridge, damping
-        self.theta = torch.full((K + 1,), float(intercept), dtype=torch.float64, device=device)
-        self.theta[0] = float(slope)  # (K+1,) the slope, then one intercept per position
-        self.steps, self.sums = 0, self.theta.new_zeros(6, K)  # of a round, by position
+        self.slope, self.intercepts = float(slope), np.full(K, float(intercept))
+        self.steps, self.sums = 0, np.zeros((6, K))  # of a round, by position
 
-    @property
-    def slope(self) -> float:
-        return self.theta[0].item()
+    def predict(self, features: Tensor, position=slice(None)) -> Tensor:
+        """Confidence, float64, of features (..., K), or (...) of one position, on their device."""
+        intercepts = torch.from_numpy(self.intercepts).to(features.device)[position]
+        return torch.sigmoid(self.slope * features.double() + intercepts)
 
-    @property
-    def intercepts(self) -> list[float]:
-        return self.theta[1:].tolist()
-
-    def predict(self, features: Tensor) -> Tensor:
-        """Confidence of features (..., K), in float64."""
-        return torch.sigmoid(self.theta[0] * features.double() + self.theta[1:])
-
-    @torch.no_grad()
-    def observe(self, features: Tensor, num_verified: Tensor, accepted: Tensor) -> None:
+    def observe(self, features, num_verified, accepted) -> None:
         """Add one step's labels: features (B, K), num_verified (B,), accepted (B,). Refits each N.
 
-        A position has a label iff it was verified and all before it were accepted: the first
-        rejection is the last label, and what was not verified has none (which is not label 0).
+        Arrays or tensors, read on the host. A position has a label iff it was verified and all
+        before it were accepted: the first rejection is the last label, and what was not verified
+        has none (which is not label 0). Raises ValueError for other shapes, features not finite.
         """
+        features, num_verified, accepted = (
+            x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+            for x in (features, num_verified, accepted))
         shape = len(num_verified), self.num_speculative_tokens
-        _need(features.shape == shape, "features", f"of shape {shape}", tuple(features.shape))
-        _need(accepted.shape == shape[:1], "accepted", f"{shape[0]} counts", tuple(accepted.shape))
-        position = torch.arange(features.shape[1], device=features.device)
+        _need(features.shape == shape, "features", f"of shape {shape}", features.shape)
+        _need(accepted.shape == shape[:1], "accepted", f"{shape[0]} counts", accepted.shape)
+        position = np.arange(features.shape[1])
         labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])  # (B, K)
-        f = features.double().where(labelled, 0.0)
-        confidence = self.predict(f)
+        f = np.where(labelled, features, 0.0).astype(float)
+        _need(np.isfinite(f).all(), "features", "finite", f)
+        confidence = self.predict(torch.from_numpy(f)).numpy()
         # subtle: a draft that was all but sure has no curvature, yet a full residual if it fails:
         # one such surprise would move an intercept by hundreds. So curvature has a floor.
-        curvature = labelled * (confidence * (1 - confidence)).clamp(min=self.MIN_CURVATURE)
-        residual = labelled * (confidence - (position < accepted[:, None]).double())
-        self.sums = self.sums + torch.stack([curvature * f * f, curvature * f, curvature,
-                                             residual * f, residual, labelled.double()]).sum(1)
+        curvature = labelled * np.maximum(confidence * (1 - confidence), self.MIN_CURVATURE)
+        residual = labelled * (confidence - (position < accepted[:, None]))
+        self.sums = self.sums + np.stack([curvature * f * f, curvature * f, curvature,
+                                          residual * f, residual, labelled]).sum(1)
         self.steps += 1
         if self.steps % self.refit_every == 0:
             self.refit()
 
-    def system(self) -> tuple[Tensor, Tensor, Tensor]:
+    def system(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of the round so far: H (K+1, K+1), g (K+1,), and the labels of each coefficient (K+1,).
 
         H is an arrowhead, dense in its first row and column only: a draft has one position.
         """
         cff, cf, c, rf, r, n = self.sums
-        H = torch.cat([cff.sum()[None], c]).diag()
+        H = np.diag(np.append(cff.sum(), c))
         H[0, 1:] = H[1:, 0] = cf
-        return H, torch.cat([rf.sum()[None], r]), torch.cat([n.sum()[None], n])
+        return H, np.append(rf.sum(), r), np.append(n.sum(), n)
 
-    @torch.inference_mode(False)
     def refit(self) -> None:
         """One damped Newton step on the round's sums, which then start again from zero."""
         H, g, labels = self.system()
-        H = H + self.ridge * torch.eye(len(H), device=H.device)
-        damp = labels / (labels + self.damping).clamp(min=1e-9)  # no labels: no step
-        step = -torch.linalg.solve_ex(H, g).result * damp  # solve_ex: no read-back
+        H = H + self.ridge * np.eye(len(H))
+        damp = labels / np.maximum(labels + self.damping, 1e-9)  # no labels: no step
+        step = -np.linalg.lstsq(H, g)[0] * damp  # (a tiny ridge may leave H singular)
         # A negative slope would call the surer draft the worse one. It stops at zero, and the
         # intercepts then take the step that fits the slope really taken.
-        stop = torch.maximum(step[0], -self.theta[0])
-        alone = -(g + H[0] * stop)[1:] / H.diagonal()[1:] * damp[1:]
-        step = torch.cat([stop[None], torch.where(stop > step[0], alone, step[1:])])
+        stop = max(step[0], -self.slope)
+        if stop > step[0]:
+            step = np.append(stop, -(g + H[0] * stop)[1:] / H.diagonal()[1:] * damp[1:])
         # Nothing moves by more than 1 in a round: a bad spell must not bury a position.
-        self.theta = self.theta + step / step.abs().max().clamp(min=1.0)
-        self.sums = torch.zeros_like(self.sums)
+        step /= max(np.abs(step).max(), 1.0)
+        self.slope, self.intercepts = float(self.slope + step[0]), self.intercepts + step[1:]
+        self.sums = np.zeros_like(self.sums)
 
 
-# ---------------------------------------------------------------------------------------------
-# 4. Costs, budget, trim (vLLM adaptive_verification.py, build_cost_tables_from_curves).
+# ---- 4. Costs, budget, trim (vLLM adaptive_verification.py, build_cost_tables_from_curves).
 
 
 class Curve:
@@ -323,15 +317,15 @@ class Curve:
         self.ms = np.maximum.accumulate(points)
         # Beyond the last point: its slope; of a last flat piece that of the whole curve; and one
         # point alone goes on in proportion, as if (0, 0) stood before it.
-        x, y = self.tokens, self.ms
+        x, y, far = self.tokens, self.ms, 2.0**40
         before = -2 if len(x) > 1 and y[-1] > y[-2] else 0
-        self.slope = (y[-1] - y[before]) / (x[-1] - x[before]) if len(x) > 1 else y[0] / x[0]
+        slope = (y[-1] - y[before]) / (x[-1] - x[before]) if len(x) > 1 else y[0] / x[0]
+        self.line = np.append(x, far), np.append(y, y[-1] + slope * (far - x[-1]))
 
     def __call__(self, tokens):
         """Milliseconds for `tokens` (an int or an array, >= 0)."""
-        _need(np.min(tokens, initial=0) >= 0, "tokens", ">= 0", tokens)
-        beyond = np.maximum(0, tokens - self.tokens[-1])
-        return np.interp(tokens, self.tokens, self.ms) + self.slope * beyond
+        _need(np.asarray(tokens).min(initial=0) >= 0, "tokens", ">= 0", tokens)
+        return np.interp(tokens, *self.line)
 
     def learn(self, tokens: float, ms: float):
         """Move the points next to `tokens` towards a step that really took `ms`."""
@@ -349,9 +343,8 @@ class Curve:
 
 
 class CostTable:
-    """What a step costs, in milliseconds: `draft(n)` is one drafter pass over n tokens, `verify(n)`
-    all the rest of a step with n target query tokens. Built from points it stays as given;
-    `measure_costs` gives one that goes on learning from the steps that it plans."""
+    """Milliseconds: `draft(n)` of a drafter pass over n tokens, `verify(n)` of all the rest of a
+    step with n target query tokens. `learning` (as `measure_costs` has it): from the steps run."""
 
     def __init__(self, draft: dict[int, float], verify: dict[int, float], learning: bool = False):
         self.draft, self.verify = Curve("draft", draft), Curve("verify", verify)
@@ -360,38 +353,46 @@ class CostTable:
             warnings.warn("verify costs are flat: trimming can never pay", stacklevel=2)
 
 
-def plan_step(survival: np.ndarray, cost: CostTable, depths, slack: float = 0.0) -> tuple:
-    """For each depth: the most tokens per millisecond to be expected, and the budget that gives it.
+def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
+    """The published rule: how many drafts to verify, for the most tokens per millisecond.
 
-    survival (B, K), negative where no draft can be used; depths: numbers of drafts that each
-    request may draw. A global argmax over all budgets, for costs may be a staircase; of equal ones
-    the smallest; with slack the largest that loses no more than this share. Returns rates and
-    budgets, both (depths,).
+    survival (B, K), negative where no draft can be used. A global argmax over all budgets, for
+    costs may be a staircase; of equal ones the smallest.
     LOSSLESS: pass survivals of *earlier* steps. This step's depend on the tokens drawn, so a budget
     made of them would decide about a draft by looking at it.
     """
-    (B, K), depths, budgets = survival.shape, np.array(depths), np.arange(survival.size + 1)
-    usable = (survival >= 0) & (np.arange(K) < depths[:, None, None])  # (depths, B, K)
-    best = -np.sort(-np.where(usable, survival, 0.0).reshape(len(depths), B * K))
-    tokens = np.full((len(depths), len(budgets)), float(B))
-    tokens[:, 1:] += best.cumsum(1)
-    ms = cost.draft(B) * usable.any(1).sum(1)[:, None] + cost.verify(B + budgets)
-    rates = np.where(budgets <= usable.sum((1, 2))[:, None], tokens / ms, 0.0)
-    near = rates >= (1 - slack) * rates.max(1)[:, None]  # (depths, budgets)
-    return rates.max(1), budgets[-1] - near[:, ::-1].argmax(1) if slack else near.argmax(1)
+    B, usable = len(survival), survival >= 0
+    best = -np.sort(-survival[usable])
+    passes = usable.sum(0)  # (K,) requests in each
+    ms = cost.draft(passes[passes > 0]).sum() + cost.verify(B + np.arange(len(best) + 1))
+    return int(np.argmax((B + np.append(0.0, best.cumsum())) / ms))
 
 
-def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
-    """The published rule: of B x K drafts with survivals (B, K), how many to verify."""
-    return int(plan_step(survival, cost, [survival.shape[1]])[1][0])
+def worth_drafting(expected: np.ndarray, tokens: np.ndarray, cost: CostTable, queries: int,
+                   rate: float) -> tuple[np.ndarray, float]:
+    """Joint: the requests that draft one token more, in one pass; none, if no number of them pays.
+
+    expected (n,): the chance of each that this draft survives; tokens (n,): what the pass reads of
+    each; queries: target tokens so far; rate: the worth of a ms, in tokens. Those that lose next to
+    nothing draft too, the estimates being inexact. Returns the indices of the chosen, ascending,
+    and their price in ms: of the pass and of verifying its drafts.
+    LOSSLESS: whatever is drafted will be verified, so this decides about tokens that are not drawn
+    yet, and may look at all that were, of this step too.
+    """
+    order = np.argsort(-expected, kind="stable")
+    verify = cost.verify(queries + np.arange(len(expected) + 1))
+    ms = cost.draft(tokens[order].cumsum()) + verify[1:] - verify[0]
+    gain = np.append(0.0, expected[order].cumsum() - rate * ms)  # of the best 0, 1, 2, ...
+    best = np.flatnonzero(gain >= gain.max() - 0.02 * queries)[-1]
+    return np.sort(order[:best]), ms[best - 1] if best else 0.0
 
 
 def trim(survival: Tensor, budget: int) -> Tensor:
     """Verified drafts per request (B,): how many of the `budget` best slots each one holds.
 
-    survival (B, K) never rises along a request, so its best are a prefix; -1: not drafted, and
-    no budget may reach those. subtle: ties are ordered by position, then request (a stable sort of
-    the position-major list): they neither break a prefix nor ask which token was drawn.
+    survival (B, K) never rises along a request, so its best are a prefix; -1: not drafted, out of
+    reach of any budget. subtle: ties are ordered by position, then request (a stable sort of the
+    position-major list): they neither break a prefix nor ask which token was drawn.
     """
     B = len(survival)
     _whole("budget", budget, 0, survival.numel())
@@ -400,30 +401,27 @@ def trim(survival: Tensor, budget: int) -> Tensor:
     return best.new_zeros(B).scatter_add_(0, best % B, torch.ones_like(best))
 
 
-# ---------------------------------------------------------------------------------------------
-# 5. The ragged batch: any number of query tokens per request, on unmodified Hugging Face models.
-#    All tokens travel as one row (1, T), so that linear layers see real tokens only; attention
-#    unpacks them against one cache slot per request.
+# ---- 5. The ragged batch: any number of query tokens per request, on unmodified models. All tokens
+#    travel as one row (1, T): linear layers see real tokens only, and attention unpacks them.
 
 
 class Ragged:
     """Where the T packed tokens of one forward pass belong; `ragged_attention` reads it.
 
-    Request i, in slot slots[i], brings pending[i] tokens that are known but not cached, then
-    drafts[i] drafts, `budget` of them in all, at most max_drafts each.
-    """
+    Request i, in slot slots[i], brings pending[i] tokens that are not cached yet, then drafts[i]
+    drafts, `budget` of them in all, at most max_drafts each."""
 
     def __init__(self, slots, cached, pending, drafts, budget, max_drafts, device):
         R, T = len(slots), int(pending.sum()) + budget
-        # A row is what attention sees of a slot. Slots that are mostly in use are read as one view
-        # of the cache, the idle ones between as rows without tokens: a copy would cost more.
+        # Slots that are mostly in use are read as one view of the cache, the idle ones between as
+        # rows without tokens: a copy would cost more.
         dense = slots[-1] + 1 - slots[0] < 2 * R
         rows = slots - slots[0] if dense else np.arange(R)
         table = np.zeros((3, rows[-1] + 1), int)
         table[:, rows] = slots, cached, pending
         slot, start, known = torch.from_numpy(table).to(device)  # (r,), r >= R
-        # subtle: `drafts` lives on the device, yet T is known here, because the budget was fixed
-        # before the drafts. That is why one read-back per step is enough.
+        # subtle: `drafts` lives on the device, yet the host knows T: it fixed the budget before.
+        # That is why one read-back per step is enough.
         counts = known if drafts is None else known.index_add(
             0, torch.from_numpy(rows).to(device), drafts)  # (r,) query tokens
         row = torch.repeat_interleave(counts, output_size=T)  # (T,) the row of each token
@@ -435,26 +433,27 @@ class Ragged:
         self.keep = 0 if T == R + budget else (  # 0: all
             offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
         self.layers = set()  # that have attended
-        # Attention pads: one call for all rows, and one more for each row longer than `width`: a
-        # prompt, a drafter left behind, or one of the few in which a trim leaves many drafts. Where
-        # the counts cannot be read freely, an upper bound is a row's width.
+        # Attention pads: one call for all rows, and one more for each row longer than `width` (a
+        # prompt, a drafter left behind, a deep row). Where counts are not free: an upper bound.
         free, (_, cached, pending) = device.type in READ_FREELY, table
         widths = counts.numpy() if free else pending + min(budget, max_drafts or budget)
-        # Of all widths the cheapest: n * width, and for each longer row its own width + 16 or so.
-        n, at = len(widths), np.sort(widths).clip(1)
-        width = at[np.argmin(n * at - (at + 16).cumsum())]
+        n, width = len(widths), widths.max()
+        if T < n * width:  # the cheapest: n * width, and for each longer row its own + 16 or so
+            at = np.maximum(np.sort(widths), 1)
+            width = at[np.argmin(n * at - (at + 16).cumsum())]
         long = np.flatnonzero(widths > width)
         self.unpadded = not len(long) and T == n * width
-        self.calls, starts = [], np.arange(n) * width
+        self.calls, self.place = [], None
         for lo, hi, w in [(0, n, width)] + [(i, i + 1, widths[i]) for i in long]:
             at = torch.arange(w, device=device)
             self.calls.append((  # cache rows, packed queries, their positions, keys to see, masks
                 slice(slots[0] + lo, slots[0] + hi) if dense else slot[lo:hi],
                 None if self.unpadded else (first[lo:hi, None] + at).clamp(max=T - 1).flatten(),
                 start[lo:hi, None] + at, int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
-        # Each token's place in the padded outputs, one call's behind the other's.
-        starts[long] = n * width + np.cumsum(widths[long]) - widths[long]
-        self.place = None if self.unpadded else torch.from_numpy(starts).to(device)[row] + offset
+        if not self.unpadded:  # where each token is in the outputs of all calls
+            starts = np.arange(n) * width
+            starts[long] = n * width + np.cumsum(widths[long]) - widths[long]
+            self.place = torch.from_numpy(starts).to(device)[row] + offset
 
 
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None, scaling=None,
@@ -462,8 +461,7 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
     """Attention of packed queries (1, H, T, D) over cache slots (slots, H_kv, S, D).
 
     transformers calls it through `AttentionInterface`; returns ((1, T, H, D_v), None). Grouped
-    heads, sliding windows, soft caps and sinks are supported; anything else is refused by name.
-    """
+    heads, sliding windows, soft caps and sinks are supported; all else is refused by name."""
     more = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
     more += ["a mask of its own"] * (attention_mask is not None)
     if sliding_window is None and not getattr(module.config, "layer_types", None) and getattr(
@@ -490,7 +488,7 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
             masks[sliding_window] = mask.repeat_interleave(G, 1)[:, None]
         mask = masks[sliding_window]  # (r, 1, w * G, length)
         if softcap is None and s_aux is None:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+            out = sdpa(q, k, v, attn_mask=mask, scale=scaling)
         else:
             scores = q @ k.mT * scaling
             scores = (softcap * torch.tanh(scores / softcap) if softcap else scores) + mask
@@ -512,36 +510,18 @@ def _vocabulary(model):
     return len(model.get_output_embeddings().weight), len(model.get_input_embeddings().weight)
 
 
-@contextlib.contextmanager
-def _attending(configs):
-    """Let a model's configs name ragged attention; they come back as they were, come what may."""
-    before = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = "ragged"
-        yield
-    finally:
-        for config, name in zip(configs, before):
-            config._attn_implementation = name
-
-
-# ---------------------------------------------------------------------------------------------
-# 6. A causal LM over request slots: the target, and the drafter.
-#    The loop knows a drafter by three verbs, as below: `logits(tokens, lengths, slots)` gives
-#    (R, V) for the next token of each of the slots (`lengths` includes the drafts so far), and the
-#    loop draws it; `commit(slots, lengths)` says what became of them: beyond `lengths` all is void;
-#    `reset(slot)`. One that drafts in parallel computes in the first of the K calls and hands out
-#    in the others; one that reads the target's hidden states takes them by a hook. All this runs
-#    in inference mode.
+# ---- 6. A causal LM over request slots: the target, and the drafter.
+#    The loop knows a drafter by three verbs: `logits(tokens, lengths, slots)` gives (R, V) for the
+#    next token of each slot (`lengths` includes the drafts so far), and the loop draws it;
+#    `commit(slots, lengths)`: beyond `lengths` all is void; `reset(slot)`. One that drafts in
+#    parallel computes in the first call; one that reads the target's states takes them by a hook.
 
 
 class SlotLM:
-    """A causal LM with a KV cache over slots that never computes a prefix twice.
+    """A decoder-only transformers model, unmodified, with a KV cache over slots.
 
-    model: a decoder-only transformers model whose attention goes through `AttentionInterface`,
-    unmodified. This object is also the cache that the model is given (`update`). A rejected draft
-    is rolled back by forgetting it: `cached` sinks, the entry is overwritten before it is read.
-    """
+    This object is the cache that the model is given (`update`). No prefix is computed twice; to
+    roll a rejected draft back, `cached` sinks: its entry is overwritten before it is read."""
 
     def __init__(self, model, num_slots: int, max_length: int, max_drafts: int = 0):
         _check_model("model", model)
@@ -568,17 +548,22 @@ class SlotLM:
                             tokens.device)
         # subtle: an id that only the target has is fed as the last one; q may be anything.
         ids = tokens[self.batch.slots, self.batch.positions].clamp(max=self.embedded - 1)
+        names = [config._attn_implementation for config in self.configs]
         try:
-            with _attending(self.configs):
-                out = self.model(input_ids=ids[None], position_ids=self.batch.positions[None],
-                                 cache=self, use_cache=True, ragged=self.batch,
-                                 logits_to_keep=self.batch.keep)
+            for config in self.configs:
+                config._attn_implementation = "ragged"
+            out = self.model(input_ids=ids[None], position_ids=self.batch.positions[None],
+                             cache=self, use_cache=True, ragged=self.batch,
+                             logits_to_keep=self.batch.keep)
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
             known = isinstance(error, (torch.OutOfMemoryError, NotImplementedError))
             if known or len(self.kv) == self.model.config.num_hidden_layers:
                 raise  # only of a first pass may one say that the model is of the wrong kind
             raise NotImplementedError(f"{type(self.model).__name__} cannot run as a ragged batch: "
                                       f"{error}") from error
+        finally:  # the model's configs are as they were, come what may
+            for config, name in zip(self.configs, names):
+                config._attn_implementation = name
         if not self.batch.layers == set(self.kv) == set(range(self.model.config.num_hidden_layers)):
             raise NotImplementedError(f"{type(self.model).__name__} has layers that do not attend "
                                       "through the attention interface")
@@ -607,8 +592,7 @@ class SlotLM:
         self.cached[slot] = 0
 
 
-# ---------------------------------------------------------------------------------------------
-# 7. The loop. The plans differ in `choose` only; plain decoding is K = 0.
+# ---- 7. The loop. The plans differ in `choose` only; plain decoding is K = 0.
 
 
 @dataclass
@@ -656,11 +640,9 @@ PHASES = ("draft", "verify", "rest")  # of a step's time
 class Decoder:
     """Requests in slots, and one step of all of them; arguments as in `generate`.
 
-    requests: an iterator of (prompt, max_new_tokens), endless if you like; one that ends is
-    replaced before the next step, one that wants 0 tokens is passed over. max_length: the most
-    tokens of a request, its prompt included. cost: needed for all plans but "fixed". finished:
-    (number, new tokens) of those that ended; empty it now and then in an endless run.
-    """
+    requests: an iterator of (prompt, max_new_tokens), endless if you like; one that wants 0 tokens
+    is passed over. max_length: the most tokens of a request, its prompt included. cost: for all
+    plans but "fixed". finished: (number, new tokens) of those that ended; empty it now and then."""
 
     def __init__(self, target, drafter, requests, *, max_length, max_batch_size=64,
                  num_speculative_tokens=7, plan="verification", estimator=None, cost=None,
@@ -676,16 +658,16 @@ class Decoder:
         self.device, self.generator = target.device, torch.Generator(target.device)
         self.plan, self.cost, self.estimator = plan if K else "fixed", cost, estimator
         if self.plan != "fixed" and estimator is None:
-            self.estimator = AcceptanceEstimator(K, device=self.device)
+            self.estimator = AcceptanceEstimator(K)
         elif estimator is not None:
             _need(isinstance(estimator, AcceptanceEstimator), "estimator", "one", estimator)
-            want, got = (K, self.device), (estimator.num_speculative_tokens, estimator.theta.device)
-            _need(got == want, "estimator", f"one of K = {K} on {self.device}", got)
+            got = len(estimator.intercepts)
+            _need(got == K, "estimator", f"one of K = {K}", f"K = {got}")
         self.target = SlotLM(target, B, max_length, K)
-        own = K == 0 or hasattr(drafter, "logits")
         if isinstance(drafter, SlotLM):
             _need(drafter.shape[0] >= B and drafter.shape[1] >= max_length, "drafter",
                   f"of {B} slots for {max_length} tokens at least", drafter.shape)
+        own = K == 0 or hasattr(drafter, "logits")
         self.drafter = drafter if own else SlotLM(drafter, B, max_length)
         self.models = [self.target, self.drafter] if K else [self.target]
         self.sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -697,19 +679,18 @@ class Decoder:
         self.text = np.zeros((B, max_length), int)  # the host's copy, without drafts
         self.start, self.lengths, self.ends = np.zeros((3, B), int)
         self.index, self.slots = np.full(B, -1), np.arange(0)  # request of each slot; those in use
-        self.survival = np.ones((B, K))  # to be expected of each request's next step
+        self.confidence = np.ones((B, K))  # to be expected of each request's next step
         self.p, self.q = (torch.zeros(shape, device=self.device, dtype=torch.float32)
                           for shape in ((B * (K + 1), V), (B, K, V)))  # kept: allocating costs
         self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
-        self.rates = None  # tokens per ms to be expected of each depth that the plan may choose
+        self.gain = 1.0  # expected tokens per ms, as a multiple of plain decoding's, lately
         self.stats = Stats(*np.zeros((3, K), int))
 
     @torch.inference_mode()
     def step(self) -> Step | None:
         """Admit, then one step for every request; None when there are none. Numbers: README.
 
-        Raises ValueError for a plan without costs, FloatingPointError for logits that are not
-        finite; the decoder is spent then.
+        ValueError: a plan without costs. FloatingPointError: logits not finite; it is spent then.
         """
         _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
         self.admit()
@@ -717,91 +698,108 @@ class Decoder:
         R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
         if not R:
             return None
-        # 0. plan. LOSSLESS: depth and budget are fixed here, before anything of this step is drawn.
+        # 0. plan. LOSSLESS: a budget is fixed here, before anything of this step is drawn.
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
-        depths, budget = self.choose(limits)
-        queries = int((lengths - self.target.cached[slots]).sum()) + budget  # R + budget + prompts
+        budget = self.choose(limits)
         # 1 + 2. draft, score
-        drafts, q, features, survival = self.draw(depths)
-        d = depths.max()  # columns beyond are empty
+        drafts, q, features, survival, depths = self.draw(limits, budget is None)
+        d, budget = depths.max(), depths.sum() if budget is None else budget  # (d: columns in use)
+        queries = int((lengths - self.target.cached[slots]).sum() + budget)  # R + budget + prompts
         clock.append(_mark(device))
         # 3. trim
-        num_verified = trim(survival[:, :d], budget)  # (R,)
+        num_verified = trim(survival[:, :d], budget) if budget < depths.sum() else (
+            torch.from_numpy(depths).to(device))  # (R,)
         # 4. verify: (requests + budget) query tokens; a trimmed draft is not among them
         logits = self.target.logits(self.tokens, lengths, slots, num_verified, budget)
         clock.append(_mark(device))
         # 5. accept
-        finite = logits.amax(-1).isfinite().all()
-        p = warp(logits, **self.sampling, out=self.p[:len(logits)])  # (R + budget, V)
+        p, total = _warp(logits, **self.sampling, out=self.p[:len(logits)])  # (R + budget, V)
+        finite = total.sum(dtype=torch.float64)  # iff all logits are, or -inf beside finite ones
         accepted, next_tokens = verify(p, q[:, :d], drafts[:, :d], num_verified, self.generator)
-        slot, end = torch.from_numpy(np.stack([slots, lengths])).to(device)
+        slot, end = (torch.from_numpy(x).to(device) for x in (slots, lengths))
         self.tokens[slot, end + accepted] = next_tokens  # accepted drafts are in place already
         # The one read-back: a float64 table that holds ids and counts exactly.
         columns = finite.expand(R), num_verified, accepted, next_tokens, drafts, features, survival
-        host = _read_back(torch.cat([x.double().reshape(R, -1) for x in columns], 1))
+        host = _read_back(torch.cat([x.view(R, -1) for x in columns], 1))
         finite, counts, ids, *rest = np.split(host, [1, 4, 4 + K, 4 + 2 * K], axis=1)
         done = Step(self.index[slots], *counts.T.astype(int), ids.astype(int), *rest, seconds={})
-        for name, ok in ("target", finite.all()), ("drafter", np.isfinite(done.features).all()):
-            if not ok:
+        for name, values in ("target", finite), ("drafter", done.features):
+            if not np.isfinite(values).all():
                 raise FloatingPointError(f"the {name} returned logits that are not finite")
         # 6. learn
         if self.estimator:
-            self.estimator.observe(features, num_verified, accepted)
+            self.estimator.observe(done.features, done.num_verified, done.accepted)
         self.commit(done, queries)
         self.account(done, queries, clock, began)
         return done
 
     def choose(self, limits):
-        """Depth of each request (R,) and budget of this step. LOSSLESS: from earlier steps only.
+        """Budget of this step, LOSSLESS from earlier steps only; None: all that joint will draft.
 
-        limits (R,): drafts that each could use. One step in each round of the estimator drafts and
-        verifies everything: a position that is never verified is never learned again. (Joint, where
-        it costs most: of an eighth of the slots, 8 at least; the others draft nothing.)
+        limits (R,): drafts that each can use. One step in each round of the estimator drafts and
+        verifies all: what is never verified is never learned again. (Joint, where it costs most:
+        of an eighth of the slots, 4 at least; the limits of the others are set to 0.)
         """
         explore = self.estimator and self.estimator.steps % self.estimator.refit_every == 0
         if explore and self.plan == "joint":
-            limits = limits * (np.arange(len(limits)) < max(8, len(limits) // 8))
+            limits[max(4, len(limits) // 8):] = 0
         if explore or self.plan == "fixed":
-            return limits, int(limits.sum())
-        survival = np.where(np.arange(self.K) < limits[:, None], self.survival[self.slots], -1.0)
-        depths = range(self.K + 1) if self.plan == "joint" else [self.K]
-        # Drafts are paid for: joint trims only where it gains over 2 %, the estimate being inexact.
-        rates, budgets = plan_step(survival, self.cost, depths, 0.02 * (self.plan == "joint"))
-        # Smoothed over steps: to change the depth to and fro costs more than it brings.
-        self.rates = rates if self.rates is None else self.rates + 0.1 * (rates - self.rates)
-        best = int(np.argmax(self.rates))
-        return np.minimum(limits, depths[best]), int(budgets[best])
+            return int(limits.sum())
+        if self.plan == "joint":
+            return None
+        survival = self.confidence[self.slots].cumprod(1)
+        survival[np.arange(self.K) >= limits[:, None]] = -1.0
+        return draft_budget(survival, self.cost)
 
-    def draw(self, depths):
-        """Up to `depths` (R,) tokens per request, each with its law and its chance to be accepted.
+    def draw(self, limits, priced):
+        """Up to `limits` (R,) tokens per request; priced (joint): no more than pay.
 
-        Returns drafts (R, K), q (R, K, V; anything where nothing was drafted), features (R, K), and
-        survival (R, K; -1: not drafted).
+        Returns drafts (R, K), q (R, K, V; anything where nothing was drafted), features (R, K),
+        survival (R, K; -1: not drafted) and depths (R,).
         """
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
-        drawn = torch.from_numpy(np.arange(K) < depths[:, None]).to(device)  # (R, K)
-        q, rows = self.q[:R], np.arange(R)
+        q, depths, alive = self.q[:R], np.zeros(R, int), np.ones(R)
         self.passes, own = [], not isinstance(self.drafter, SlotLM)  # tokens of each pass
-        for i in range(depths.max()):
-            rows = rows[depths[rows] > i]
+        self.price = None
+        if priced:
+            # Survivals to expect: by earlier steps, and below, where it can be read, by this one.
+            expected, plain = self.confidence[self.slots].cumprod(1), self.cost.verify(R)
+            rate, self.price = self.gain * R / plain, plain  # tokens per ms; ms
+        for i in range(limits.max()):
+            rows = np.flatnonzero((depths == i) & (limits > i))
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
-            self.passes.append(len(rows) if own else int((ends - self.drafter.cached[slots]).sum()))
+            pending = np.ones(len(rows), int) if own else ends - self.drafter.cached[slots]
+            if priced:
+                # A first pass also reads a last draft that was accepted. What else the drafter has
+                # missed is not charged: it has to be read once, and would keep it behind for ever.
+                chosen, ms = worth_drafting(expected[rows, i], np.minimum(pending, 2), self.cost,
+                                            R + depths.sum(), rate)
+                rows, slots, ends, pending = (x[chosen] for x in (rows, slots, ends, pending))
+                self.price += ms
+            if not len(rows):
+                break
+            depths[rows] += 1
+            self.passes.append(int(pending.sum()))
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
             _need(len(logits) == len(rows), "the drafter's logits", f"of {len(rows)} rows",
                   tuple(logits.shape))
-            law = warp(logits, **self.sampling)
-            x = sample(law, self.generator)  # (rows,)
-            row, slot, end = torch.from_numpy(np.stack([rows, slots, ends])).to(device)
+            law, total = _warp(logits, **self.sampling)
+            x, feature = sample(law, self.generator), _logit(total)  # (rows,)
+            row, slot, end = (torch.from_numpy(x).to(device) for x in (rows, slots, ends))
             row = slice(None) if len(rows) == R else row  # all of them: no index needed
             self.tokens[slot, end] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
             q[row, i, :law.shape[1]], q[row, i, law.shape[1]:] = law, 0.0
-            features[row, i] = logit_q_max(logits, self.sampling["temperature"])
+            features[row, i] = feature
             self.stats.proposed[i] += len(rows)
+            if priced and device.type in READ_FREELY and i + 1 < K:
+                alive[rows] *= self.estimator.predict(feature, i).numpy()
+                expected[rows, i + 1] = alive[rows] * self.confidence[slots, i + 1]
+        drawn = torch.from_numpy(np.arange(K) < depths[:, None]).to(device)  # (R, K)
         confidence = self.estimator.predict(features) if self.estimator else drawn.double()
-        return drafts, q, features, confidence.cumprod(1).where(drawn, -1.0)
+        return drafts, q, features, confidence.cumprod(1).where(drawn, -1.0), depths
 
     def commit(self, done: Step, queries: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
@@ -809,7 +807,7 @@ class Decoder:
         emitted = np.concatenate([done.drafts, done.next_tokens[:, None]], 1)  # (R, K+1)
         emitted[np.arange(len(slots)), done.accepted] = done.next_tokens
         count = done.accepted + 1
-        stop = np.isin(emitted, self.eos) & (position < count[:, None])
+        stop = (emitted[..., None] == self.eos).any(2) & (position < count[:, None])
         count = np.where(stop.any(1), stop.argmax(1) + 1, count)  # cut behind the first end token
         rows, columns = np.nonzero(position < count[:, None])
         self.text[slots[rows], self.lengths[slots[rows]] + columns] = emitted[rows, columns]
@@ -823,6 +821,8 @@ class Decoder:
         stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + len(slots)
         stats.committed += int(count.sum())
         stats.target_tokens += queries
+        if self.plan == "fixed":
+            return
         # What the next step may expect: of a request what it showed in this one, and where nothing
         # was drafted, that it goes on as requests do: their mean, over some 5 steps or 80 drafts.
         before = np.concatenate([np.ones((len(slots), 1)), done.survival], 1)[:, :K]
@@ -830,7 +830,11 @@ class Decoder:
                               done.survival / np.maximum(before, 1e-9))  # (R, K)
         drawn = (done.survival >= 0).sum(0)
         self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * drawn + 80)
-        self.survival[slots] = confidence.cumprod(1)
+        share = 1.0 if self.plan == "verification" else 0.2
+        self.confidence[slots] += share * (confidence - self.confidence[slots])
+        if self.price:  # joint: what drafting brings lately
+            tokens = 1 + done.survival.clip(0).sum() / len(slots)
+            self.gain += 0.03 * (tokens * self.cost.verify(len(slots)) / self.price - self.gain)
 
     def account(self, done: Step, queries: int, clock: list, began: float):
         """Where the time went, and what the cost table had said; it learns from the difference."""
@@ -842,11 +846,11 @@ class Decoder:
             self.stats.seconds[name] += seconds[name]
         if self.cost is None:
             return
-        draft, verify = self.cost.draft, self.cost.verify
-        seconds["predicted"] = (draft(np.array(self.passes)).sum() + verify(queries)) / 1e3
+        draft, verify, passes = self.cost.draft, self.cost.verify, np.array(self.passes)
+        seconds["predicted"] = (draft(passes).sum() + verify(queries)) / 1e3
         if self.cost.learning:
-            if self.passes:  # the mean pass
-                draft.learn(np.mean(self.passes), seconds["draft"] * 1e3 / len(self.passes))
+            if len(passes):
+                draft.learn(passes.mean(), seconds["draft"] * 1e3 / len(passes))
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
 
     @torch.inference_mode()
@@ -857,18 +861,18 @@ class Decoder:
                 text = self.text[slot, self.start[slot]:self.lengths[slot]]
                 self.finished.append((int(self.index[slot]), text.tolist()))
             self.index[slot], (prompt, new) = next(self.requests, (-1, ((), 0)))
-            if self.index[slot] >= 0:
-                prompt = _token_ids("a prompt", prompt, self.target.vocab_size)
+            if self.index[slot] < 0:
+                continue
+            prompt = _token_ids("a prompt", prompt, self.target.vocab_size)
             n = self.start[slot] = self.lengths[slot] = len(prompt)
-            _need(n + new <= self.tokens.shape[1] and (n or not new), "a request's length",
-                  f"in 1..{self.tokens.shape[1]}, prompt and new tokens", (n, new))
+            _need(n + new <= self.tokens.shape[1], "a request's length, prompt and new tokens,",
+                  f"in 1..{self.tokens.shape[1]}", n + new)
             self.ends[slot] = n + new
-            if self.index[slot] >= 0:
-                self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
-                self.text[slot, :n] = prompt
-                self.survival[slot] = self.mean_confidence.cumprod()  # nothing else is known
-                for model in self.models:
-                    model.reset(slot)
+            self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
+            self.text[slot, :n] = prompt
+            self.confidence[slot] = self.mean_confidence  # nothing else is known
+            for model in self.models:
+                model.reset(slot)
         self.slots = np.flatnonzero(self.index >= 0)
 
 
@@ -901,28 +905,26 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     decoder = Decoder(target, drafter, [((p * (n // len(p) + 1))[:n], K + 1) for p in prompts],
                       max_length=n + K + 1, max_batch_size=B, num_speculative_tokens=K, seed=0,
                       plan="fixed", **law)
-    decoder.estimator = AcceptanceEstimator(K, device=decoder.device)  # its time counts too
+    decoder.estimator = AcceptanceEstimator(K)  # its time counts too
     decoder.admit()
-    # Of this decoder two decisions are replaced: these requests stay, and budgets go by the list.
+    # Of this decoder two decisions are replaced: these requests stay, and the budget is listed.
     decoder.admit, draft, verify = lambda: None, {}, {}
-
-    def timed():
-        seconds = decoder.step().seconds
-        decoder.lengths[:], decoder.ends[:] = n, n + K + 1  # the same shape again
-        for model in decoder.models:
-            model.commit(np.arange(B), decoder.lengths)
-        return seconds["draft"] * 1e3, (seconds["verify"] + seconds["rest"]) * 1e3
-
-    shapes = [(R, 0) for R in sorted({1, -(-B // 4), -(-B // 2), B})]
-    shapes += [(B, int(K * B * share)) for share in (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]
-    times = {shape: [] for shape in shapes}
+    # Requests, drafts and budget, and tokens of each request that the first drafter pass reads.
+    shapes = [(R, K, 0, 1) for R in sorted({1, -(-B // 4), -(-B // 2), B})]
+    shapes += [(B, K, int(K * B * share), 1) for share in (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]
+    times = {shape: [] for shape in (*shapes, (B, 1, 0, min(n, 4)))}
     for _ in range(repeats + 1):  # they take turns, so that a busy moment of the machine hits all
-        for R, budget in shapes:
-            decoder.slots, decoder.choose = np.arange(R), lambda limits, b=budget: (limits, b)
-            times[R, budget].append(timed())
-    for (R, budget), rounds in times.items():
-        drafting, verify[R + budget] = np.median(rounds[1:], axis=0)
-        draft.setdefault(R, drafting / K)
+        for (R, depth, budget, read), rounds in times.items():
+            decoder.slots, decoder.choose = np.arange(R), lambda limits, b=budget: b
+            decoder.lengths[:], decoder.ends[:] = n, n + depth + 1
+            for model, new in zip(decoder.models, (1, read)):
+                model.commit(np.arange(B), decoder.lengths + 1 - new)
+            seconds = decoder.step().seconds
+            rounds.append((seconds["draft"] / depth, seconds["verify"] + seconds["rest"]))
+    for (R, depth, budget, read), rounds in times.items():
+        drafting, verifying = 1e3 * np.median(rounds[1:], axis=0)
+        draft.setdefault(R * read, drafting)
+        verify.setdefault(R + budget, verifying)
     return CostTable(draft, verify, learning=True)
 
 
@@ -940,10 +942,10 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     generation configs are not read. eos_token_id: none, one or several. estimator, cost: go on with
     these; default: a fresh estimator, and costs measured now. on_step: is given every `Step`.
 
-    Same seed, inputs, device, estimator and cost table built from points: same tokens. (A measured
-    table goes on learning from the clock, so budgets and tokens may differ from run to run; their
-    distribution does not.) Raises ValueError before any work; NotImplementedError if a first pass
-    shows that a model does not fit; FloatingPointError for logits that are not finite.
+    Same seed, inputs, device, estimator and cost table built from points: same tokens (a measured
+    table learns from the clock: same distribution). Raises ValueError before any work;
+    NotImplementedError if a first pass shows that a model does not fit; FloatingPointError for
+    logits that are not finite.
     """
     K = _whole("num_speculative_tokens", num_speculative_tokens, 0, 1000)
     law = dict(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -971,8 +973,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
                   decoder.estimator, decoder.cost)
 
 
-# ---------------------------------------------------------------------------------------------
-# 8. Refusals: by name and value, before any work.
+# ---- 8. Refusals: by name and value, before any work.
 
 
 def _check_pair(target, drafter, K):

@@ -525,7 +525,7 @@ class Arm:
         status(f"{load} requests: warming up {name}")
         pair, began = run.pair, time.perf_counter()
         estimator = None if plan == "fixed" else run.estimators.setdefault(
-            name, av.AcceptanceEstimator(K, device=pair.target.device))
+            name, av.AcceptanceEstimator(K))
         self.name, self.load = name, load
         self.seconds = (0.6 + load / 200) / (1 + run.quick)
         self.decoder = av.Decoder(
@@ -1111,8 +1111,7 @@ def feed(estimator: av.AcceptanceEstimator, steps: list[av.Step], keep: Callable
     """Show recorded steps to an estimator: of each those rows for whose requests `keep` is true."""
     for done in steps:
         rows = keep(done.requests)
-        estimator.observe(*(torch.from_numpy(x[rows]) for x in (
-            done.features, done.num_verified, done.accepted)))
+        estimator.observe(done.features[rows], done.num_verified[rows], done.accepted[rows])
     return estimator
 
 
@@ -1315,8 +1314,8 @@ def print_biased(run: Run):
 class Fixed(av.AcceptanceEstimator):
     """A confidence that comes from elsewhere and learns nothing, from the features (R, K)."""
 
-    def __init__(self, K: int, confidence: Callable, device):
-        super().__init__(K, device=device)
+    def __init__(self, K: int, confidence: Callable):
+        super().__init__(K)
         self.predict = lambda features: confidence(features.double())
         self.steps = self.refit_every + 1  # nothing to wait for
 
@@ -1373,8 +1372,9 @@ def print_ingredients(run: Run, fit: Drafts, online: av.AcceptanceEstimator):
     head = torch.from_numpy(fit_logistic(design(fit.hidden, fit.position, K), fit.seen, 1.0)).to(
         device)
     oracle, plan = Oracle(run, load), (K, "verification")
-    learned = av.AcceptanceEstimator(K, device=device)
-    learned.theta, learned.steps = online.theta.to(device), learned.refit_every + 1
+    learned = av.AcceptanceEstimator(K)
+    learned.slope, learned.intercepts = online.slope, online.intercepts
+    learned.steps = learned.refit_every + 1
     with last_hidden(run.pair.drafter, K) as hidden:
         confidences = {
             "q_max, no fit (EAGLE-2)": torch.sigmoid,
@@ -1383,7 +1383,7 @@ def print_ingredients(run: Run, fit: Drafts, online: av.AcceptanceEstimator):
             "q_max >= 0.5 (Draft & Verify)": lambda f: (f >= 0).double(),
             "the truth, sum min(p, q)": lambda f: by_pass(f, oracle.chances, lambda c, i: c)}
         run = replace(run, estimators={"online fit": learned} | {
-            name: Fixed(K, confidence, device) for name, confidence in confidences.items()})
+            name: Fixed(K, confidence) for name, confidence in confidences.items()})
         arms = [(f"fixed {K}", K, "fixed"), *((name, *plan) for name in run.estimators)]
         arms[-1] += (oracle,)
         run.rounds *= 3  # the arms differ by a few per cent only

@@ -118,10 +118,10 @@ def test_warp_is_transformers_law():
         assert torch.allclose(got, want.softmax(-1), atol=1e-6), (temperature, k, p)
     assert torch.equal(av.warp(logits, 0.0).argmax(-1), logits.argmax(-1))
     assert torch.equal(av.warp(logits, 0.0).sum(-1), torch.ones(7))
-    for law in (dict(temperature=0), dict(top_p=0.5), {}):  # the buffer is used, logits are not
+    for law in ((0, 0, 1.0), (1.0, 0, 0.5), (1.0, 0, 1.0)):  # the buffer is used, logits are not
         out, before = torch.empty(7, 500), logits.clone()
-        assert torch.equal(av.warp(logits, **law), av.warp(logits, **law, out=out))
-        assert torch.equal(out, av.warp(logits, **law)) and torch.equal(logits, before)
+        assert torch.equal(av.warp(logits, *law), av._warp(logits, *law, out)[0])
+        assert torch.equal(out, av.warp(logits, *law)) and torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-40, 1e-300])
@@ -383,6 +383,7 @@ def step_decoder(plan, K, prompts, P, Q, cost, **kw):
 
 
 P3 = [[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1]]
+P2, Q2 = [[0.5, 0.5], [0.2, 0.8]], [[0.6, 0.4], [0.07, 0.93]]
 Q3 = [[0.3, 0.6, 0.1], [0.05, 0.05, 0.9], [0.4, 0.35, 0.25]]  # the next row depends on the token
 
 
@@ -390,18 +391,19 @@ Q3 = [[0.3, 0.6, 0.1], [0.05, 0.05, 0.9], [0.4, 0.35, 0.25]]  # the next row dep
 def test_a_step_of_the_real_loop_emits_exactly_the_target_law(plan, monkeypatch):
     """A budget, slot or stop that looks at a drafted token shifts the joint law of two requests.
 
-    Two requests, two drafts each, a staircase of costs, so that depths and budgets really vary; the
-    law is that of the target to 1e-6.
+    Two requests, stairs and a slope of costs, so that depths and budgets really vary; the law is
+    that of the target to 1e-6. Joint looks at the confidences of this step, which depend on its
+    tokens from the second on: so it has a third draft to decide about, and two words only.
     """
-    varied, K = set(), 2
-    for b in (1, 2, 3):
-        cliff = {1: 1, 2 + b: 1.01, 3 + b: 9, 64: 90}
-        decoder = step_decoder(plan, K, [[0], [1]], P3, Q3, av.CostTable({1: 0.01}, cliff))
+    varied, (K, P, Q) = set(), (3, P2, Q2) if plan == "joint" else (2, P3, Q3)
+    stairs = [{1: 1, 2 + b: 1.01, 3 + b: 9, 64: 90} for b in range(1, 2 * K)]
+    for costs in (*stairs, {1: 1, 9: 3.2}):
+        decoder = step_decoder(plan, K, [[0], [1]], P, Q, av.CostTable({1: 0.01}, costs))
         starts = [decoder.text[r, decoder.lengths[r] - 1] for r in range(2)]
         total, seen = laws_of_a_step(decoder, monkeypatch)
         varied |= seen
         got = {}
-        after = lambda start: lambda s: P3[(start, *s)[-1]]
+        after = lambda start: lambda s: P[(start, *s)[-1]]
         for (a, b), w in total.items():
             for (x, u), (y, v) in itertools.product(
                     complete({a: 1.0}, after(starts[0]), K + 1).items(),
@@ -426,9 +428,9 @@ def test_worked_example_a_budget_from_this_step_biases_the_output(monkeypatch):
     decoder = step_decoder("verification", 2, [[1]], [even, even], [[0.99, 0.01], even], cost)
     decoder.text[0, decoder.lengths[0] - 1] = 1
     decoder.tokens[0, decoder.lengths[0] - 1] = 1
-    decoder.survival[:] = [[0.5, 0.25]]
+    decoder.confidence[:] = 0.5
     # logit(q_max) with slope 1 and intercept 0 is q_max itself.
-    decoder.estimator.theta = torch.tensor([1.0, 0, 0], dtype=torch.float64)
+    decoder.estimator.slope, decoder.estimator.intercepts = 1.0, np.zeros(2)
 
     def first_is_a():
         total, _ = laws_of_a_step(decoder, monkeypatch)
@@ -460,11 +462,11 @@ def test_generate_draws_the_target_law(plan):
     estimator = av.AcceptanceEstimator(2, refit_every=7)
     cost = av.CostTable({1: 0.01, 4000: 2}, {1: 1, 2500: 10, 3000: 10.5, 3001: 11, 4500: 12,
                                              4501: 14, 7500: 18})
-    steps = []
+    steps, most = [], 0 if plan == "verification" else 2 * 2500  # joint: of all that it may draft
     out = av.generate(target, bigram(Q.tolist()), [[0]] * N, max_new_tokens=3, cost=cost, plan=plan,
                       num_speculative_tokens=2, max_batch_size=2500, seed=1, estimator=estimator,
-                      on_step=lambda s: steps.append(s.num_verified.sum() / (s.survival >= 0).sum()
-                                                     if (s.survival >= 0).any() else 1), **law)
+                      on_step=lambda s: steps.append(
+                          s.num_verified.sum() / max((s.survival >= 0).sum(), most, 1)), **law)
     p = av.warp(target(torch.arange(4)[:, None]).logits[:, 0].detach(), **law).double().numpy()
     exact = p[0][:, None, None] * p[:, :, None] * p[None]
     counts = np.zeros((4, 4, 4))
@@ -686,8 +688,12 @@ def random_labels(B, K, seed=0):
     return rng.normal(1, 2, (B, K)), n, np.minimum(n, rng.integers(0, K + 1, B))
 
 
+def theta_of(estimator):
+    return np.append(estimator.slope, estimator.intercepts)
+
+
 def feed(estimator, f, n, a):
-    estimator.observe(torch.tensor(f).float(), torch.tensor(n), torch.tensor(a))
+    estimator.observe(torch.tensor(f).float(), torch.tensor(n), a)  # arrays or tensors
 
 
 def test_sums_are_those_of_stored_rows():
@@ -698,7 +704,7 @@ def test_sums_are_those_of_stored_rows():
     """
     K, estimator = 4, av.AcceptanceEstimator(4, refit_every=3)
     for round_ in range(2):
-        theta, H, g, counts = (estimator.theta.numpy().copy(), np.zeros((5, 5)), np.zeros(5),
+        theta, H, g, counts = (theta_of(estimator), np.zeros((5, 5)), np.zeros(5),
                                np.zeros(5))
         for step in range(3):
             f, n, a = random_labels(16, K, 10 * round_ + step)
@@ -737,7 +743,7 @@ def test_refit_by_hand():
     assert estimator.slope == pytest.approx(0.5)
     before = estimator.intercepts
     estimator.refit()  # a round without labels leaves everything where it is
-    assert estimator.intercepts == before
+    assert (estimator.intercepts == before).all()
     # 1,000 sure drafts, all rejected: the floor alone would allow a step of 1 / 0.05 = 20.
     feed(estimator, np.full((1000, 2), 10.0), np.full(1000, 1), np.zeros(1000, int))
     estimator.refit()
@@ -760,11 +766,11 @@ def test_repeated_refits_reach_the_maximum_likelihood_fit():
     for _ in range(30):  # the reference: plain Newton on all rows
         c = 1 / (1 + np.exp(-X @ theta))
         theta -= np.linalg.solve((X * (c * (1 - c))[:, None]).T @ X, X.T @ (c - y))
-    assert np.allclose(estimator.theta, theta, atol=2e-3)
+    assert np.allclose(theta_of(estimator), theta, atol=2e-3)
     # Calibration on synthetic truth: 5 standard errors of 4 coefficients, false alarm below 1e-5.
     c = 1 / (1 + np.exp(-X @ theta))
     error = np.sqrt(np.diag(np.linalg.inv((X * (c * (1 - c))[:, None]).T @ X)))
-    assert (np.abs(estimator.theta.numpy() - true) < 5 * error).all()
+    assert (np.abs(theta_of(estimator) - true) < 5 * error).all()
 
 
 @pytest.mark.parametrize("feature", [0.0, 10.0, None])
@@ -777,7 +783,7 @@ def test_the_fit_survives_separable_labels_and_surprises(K, feature):
     for accepted in (K, 0, K):
         for i in range(400):
             feed(estimator, values(), np.full(8, K), np.full(8, accepted))
-            assert estimator.theta.abs().max() < 20 and estimator.slope >= 0
+            assert np.abs(theta_of(estimator)).max() < 20 and estimator.slope >= 0
         rate = estimator.predict(torch.full((1, K), 2.0 if feature is None else feature))
         assert abs(rate[0, 0] - float(accepted > 0)) < 0.1
     before = estimator.intercepts[0]
@@ -795,7 +801,7 @@ def test_a_slope_never_turns_negative_and_recovers():
             feed(estimator, f, np.ones(64, int), hit.astype(int))
             assert estimator.slope >= 0
         if sign < 0:  # 5 standard errors of a mean of 12,800: false alarm below 1e-6
-            assert (abs(torch.sigmoid(estimator.theta[1]).item() - 0.39) < 0.1
+            assert (abs(1 / (1 + math.exp(-estimator.intercepts[0])) - 0.39) < 0.1
                     and estimator.slope < 0.1)
     assert estimator.slope == pytest.approx(0.6, abs=0.2)
 
@@ -849,13 +855,13 @@ def test_no_position_is_forgotten_for_good():
 
 
 def test_what_is_expected_of_deep_drafts_follows_the_few_that_were_drawn():
-    """Joint's first step draws for 8 of 32 requests. Were the others counted as well, the mean of
+    """Joint's first step draws for 4 of 32 requests. Were the others counted as well, the mean of
     positions that are seldom drafted would take thousands of steps to follow a change."""
     decoder = av.Decoder(llama(), noisy(llama(), 0.3), [([1, 2], 20)] * 32, max_length=22, seed=0,
                          max_batch_size=32, num_speculative_tokens=3, plan="joint", cost=STAIRS)
     first = decoder.step().survival[:, 0]
-    moved = (first[:8] - 0.7).sum() / (5 * 8 + 80)  # as 8 of the 5 x 8 + 80 that are remembered
-    assert (first[8:] == -1).all() and abs(moved) > 1e-4
+    moved = (first[:4] - 0.7).sum() / (5 * 4 + 80)  # as 4 of the 5 x 4 + 80 that are remembered
+    assert (first[4:] == -1).all() and abs(moved) > 1e-4
     assert decoder.mean_confidence[0] == pytest.approx(0.7 + moved)
 
 
@@ -914,27 +920,43 @@ def test_budget_is_the_best_by_brute_force():
         stairs = np.maximum.accumulate(rng.integers(1, 20, B * (K + 1))
                                        + np.arange(B * (K + 1)) / 9)
         cost = av.CostTable({1: rng.random() + 0.01}, dict(enumerate(stairs.tolist(), 1)))
-        rates, budgets = av.plan_step(survival, cost, range(K + 1))
-        for k in range(K + 1):
-            s = sorted(survival[:, :k].flatten())[::-1]
-            value = np.round([(B + sum(s[:b])) / (k * cost.draft(B) + cost.verify(B + b))
-                              for b in range(B * k + 1)], 12)
-            assert budgets[k] == np.argmax(value) and rates[k] == pytest.approx(max(value))
-        assert av.draft_budget(survival, cost) == budgets[K]
-        # With slack the largest of the good ones; never one that would reach a slot without draft.
-        survival[rng.random((B, K)).cumsum(1) > 1] = -1
+        survival[rng.random((B, K)).cumsum(1) > 1] = -1  # no draft can be used there
         s = sorted(survival[survival >= 0])[::-1]
-        passes = (survival >= 0).any(0).sum()  # those that are made
-        value = np.array([(B + sum(s[:b])) / (passes * cost.draft(B) + cost.verify(B + b))
-                          for b in range(len(s) + 1)])
-        (rate,), (budget,) = av.plan_step(survival, cost, [K], 0.1)
-        assert budget == np.flatnonzero(value >= 0.9 * value.max())[-1]
-        assert rate == pytest.approx(value.max())
+        passes = (survival >= 0).sum(0)  # how many requests draft in each
+        draft = sum(cost.draft(n) for n in passes if n)
+        value = np.round([(B + sum(s[:b])) / (draft + cost.verify(B + b))
+                          for b in range(len(s) + 1)], 12)
+        assert av.draft_budget(survival, cost) == np.argmax(value)
     half = np.full((2, 3), 0.5)
     line = lambda a: av.CostTable({1: 1e-300}, {n: a + n for n in range(1, 9)})
     assert av.draft_budget(half, line(0)) == 0  # in proportion: no draft can pay
     assert av.draft_budget(half * 0 + 1, line(0)) == 0  # a tie everywhere: the smallest
     assert av.draft_budget(half, line(1e6)) == 6  # all but free: all
+
+
+def test_joint_drafts_for_the_requests_that_gain_most():
+    """Of all subsets of the requests the best, in tokens less the worth of the time they cost; with
+    a stair in the costs a rule that looks at one request after the other stops in front of it."""
+    rng, none = np.random.default_rng(0), 0
+    for _ in range(200):
+        n, queries, rate = rng.integers(1, 7), int(rng.integers(1, 5)), rng.random() / 4
+        steps = rng.choice([0.0, 0.2, 3.0], 12)
+        cost = av.CostTable({1: 1.0, 6: 1.0 + rng.random()},
+                            dict(enumerate((1 + steps.cumsum()).tolist(), 1)))
+        expected = rng.random(n).round(1)
+        chosen, ms = av.worth_drafting(expected, np.ones(n), cost, queries, rate)
+        price = lambda k: (cost.draft(k) + cost.verify(queries + k) - cost.verify(queries)
+                           if k else 0.0)
+        best = max(expected[list(rows)].sum() - rate * price(k) for k in range(n + 1)
+                   for rows in itertools.combinations(range(n), k))
+        got = expected[chosen].sum() - rate * ms
+        assert best - 0.02 * queries - 1e-9 < got, "no more than the slack is given away"
+        more = np.sort(np.delete(expected, chosen))[::-1].cumsum()
+        for k, gained in enumerate(more, len(chosen) + 1):  # nor could more be within it
+            assert expected[chosen].sum() + gained - rate * price(k) < best - 0.02 * queries
+        assert ms == pytest.approx(price(len(chosen))) and (np.diff(chosen) > 0).all()
+        none += not len(chosen)
+    assert 10 < none < 190, "both cases are to be seen"
 
 
 def test_prompts_in_a_step_do_not_change_what_is_verified():
@@ -945,12 +967,18 @@ def test_prompts_in_a_step_do_not_change_what_is_verified():
     is more than 3.2 / 25).
     """
     line = av.CostTable({1: 0.01}, {1: 11.0, 1000: 1010.0})
-    for plan, pending in itertools.product(("verification", "joint"), (1, 12)):
-        decoder = step_decoder(plan, 2, [[0], [1]], P3, Q3, line)
+    for pending in (1, 12):
+        decoder = step_decoder("verification", 2, [[0], [1]], P3, Q3, line)
         decoder.lengths[1], decoder.target.cached[1] = 14, 14 - pending
-        decoder.survival[:] = [[0.9, 0.2], [0.3, 0.1]]
+        decoder.confidence[:] = [[0.9, 2 / 9], [0.3, 1 / 3]]
         decoder.ends[:] = decoder.lengths + 9
-        assert decoder.choose(np.array([2, 2]))[1] == 2, (plan, pending)
+        assert decoder.choose(np.array([2, 2])) == 2, pending
+        # Joint: a slot costs 1.01 ms, at 2 / 12 tokens per ms: .9 and .2 pay, .1 does not.
+        decoder.plan, decoder.confidence[:, 1] = "joint", 0
+        for second, depths in (0.2, [1, 1]), (0.1, [1, 0]):
+            decoder.confidence[1, 0] = second
+            decoder.drafter.commit(decoder.slots, decoder.lengths)
+            assert decoder.draw(np.array([2, 2]), True)[4].tolist() == depths, pending
 
 
 def test_trim_takes_the_best_slots_as_prefixes():
@@ -1062,7 +1090,7 @@ def test_no_device_is_mixed_and_a_step_reads_back_once(plan, monkeypatch):
     """On shapes alone (fake tensors on "meta"): an `.item()`, a boolean mask or a CPU index in a
     step raises here, and would wait or fail on a GPU. The one read-back of the step is answered
     by hand."""
-    reads = []
+    reads, seen = [], []
 
     def answer(table):
         reads.append(tuple(table.shape))
@@ -1079,13 +1107,15 @@ def test_no_device_is_mixed_and_a_step_reads_back_once(plan, monkeypatch):
             target, drafter = (
                 LlamaForCausalLM(LlamaConfig(**{**TINY, "num_hidden_layers": n})).eval()
                 for n in (2, 1))
-            estimator = av.AcceptanceEstimator(4, device="meta", refit_every=2)
+        estimator = av.AcceptanceEstimator(4, refit_every=2)
+        estimator.observe = lambda *labels: seen.extend(map(type, labels))
         decoder = av.Decoder(target, drafter, [([1] * n, 9) for n in (3, 1, 7)], max_length=20,
                              num_speculative_tokens=4, plan=plan, cost=STAIRS, estimator=estimator,
                              max_batch_size=2, top_k=5, top_p=0.9)
         for i in range(5):
             decoder.step()
             assert len(reads) == i + 1 and len(reads[-1]) == 2
+    assert set(seen) == {np.ndarray}, "learning is the host's: it gets what was read back"
 
 
 def test_one_padded_block_as_on_a_gpu_gives_the_same_text(monkeypatch):
@@ -1166,7 +1196,6 @@ def test_bad_input_is_refused_by_name_and_value(change, message):
     (lambda: av.SlotLM(llama().train(), 1, 9), "training mode"),
     (lambda: av.SlotLM(llama(), 1.5, 9), "num_slots.*1.5"),
     (lambda: av.SlotLM(llama().model, 1, 9), "no head"),
-    (lambda: av.warp(torch.zeros(2, 4), out=torch.zeros(2, 5)), "out must be"),
     (lambda: av.AcceptanceEstimator(2).observe(torch.zeros(1, 2), torch.zeros(1), torch.zeros(3)),
      "accepted must be 1 counts"),
     (lambda: av.measure_costs(llama(), llama(), None), "prompts.*None"),
@@ -1176,7 +1205,7 @@ def test_bad_input_is_refused_by_name_and_value(change, message):
     (lambda: av.Decoder(llama(), None, [([64], 2)], max_length=9, num_speculative_tokens=0).step(),
      "a token of a prompt must be a whole number in 0..63, got 64"),
     (lambda: av.Decoder(llama(), None, [([1, 2], 9)], max_length=9, num_speculative_tokens=0,
-                        plan="fixed").step(), r"length.*1..9.*\(2, 9\)"),
+                        plan="fixed").step(), "length.*1..9.*11"),
     (lambda: av.Decoder(llama(), llama(), [([1], 2)], max_length=9).step(), "given a cost"),
     (lambda: av.Decoder(llama(), llama(), [], max_length=9, plan="?"), "plan must be one of")])
 def test_the_parts_refuse_too(call, message):
@@ -1218,8 +1247,8 @@ def test_costs_are_measured_within_the_context_that_there_is():
     assert len(av.generate(model, noisy(model, 0.1), [[1]], max_new_tokens=1).tokens[0]) == 1
 
 
-def test_an_estimator_outlives_a_failed_call_and_inference_mode():
-    """A drafter's NaN must not reach the caller's estimator, nor inference mode freeze it."""
+def test_an_estimator_outlives_a_failed_call():
+    """A drafter's NaN must not reach the caller's estimator, nor a graph of its features stay."""
     estimator, broken = av.AcceptanceEstimator(3, refit_every=2), llama()
     with torch.no_grad():
         broken.lm_head.weight[3] = math.nan
@@ -1227,15 +1256,14 @@ def test_an_estimator_outlives_a_failed_call_and_inference_mode():
     with pytest.raises(FloatingPointError):
         av.generate(llama(), broken, [[1, 2]], **good)
     assert not estimator.sums.any()
-    with torch.inference_mode():
-        av.generate(llama(), llama(1), [[1, 2]], **good)
     av.generate(llama(), llama(1), [[1, 2]], **good)
-    assert estimator.theta.isfinite().all() and estimator.steps > 2
-    estimator.theta[0] = 0.5  # and it is still the caller's: an inference tensor would refuse
+    assert np.isfinite(theta_of(estimator)).all() and estimator.steps > 2
     features = av.logit_q_max(torch.randn(1, 3, 9, requires_grad=True))
-    for _ in range(2):
-        estimator.observe(features, torch.tensor([3]), torch.tensor([1]))
-    assert not estimator.theta.requires_grad  # a graph kept per step would grow for ever
+    estimator.observe(features, torch.tensor([3]), torch.tensor([1]))
+    before = estimator.sums.copy()
+    with pytest.raises(ValueError, match="features must be finite.*nan"):
+        estimator.observe(np.full((1, 3), math.nan), [3], np.array([1]))
+    assert (estimator.sums == before).all()
 
 
 def test_requests_keep_their_numbers_when_some_want_nothing():
@@ -1265,7 +1293,7 @@ def test_costs_are_measured_at_the_shapes_that_run():
                             num_speculative_tokens=3, max_batch_size=4,
                             context_length=20, repeats=1)
     assert (cost.verify.tokens.tolist() == [1, 2, 4, 5, 7, 10, 16]
-            and cost.draft.tokens.tolist() == [1, 2, 4])
+            and cost.draft.tokens.tolist() == [1, 2, 4, 16])
 
 
 def test_memory_and_state_do_not_grow():
@@ -1277,14 +1305,14 @@ def test_memory_and_state_do_not_grow():
                          estimator=av.AcceptanceEstimator(3), seed=0)
     sizes = []
     tracemalloc.start()
-    for i in range(180):
+    for i in range(240):
         decoder.step()
         decoder.finished.clear()
         if i % 60 == 59:
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert sizes[2] - sizes[1] < 12_000 and len(decoder.slots) == 4
+    assert sizes[3] - sizes[2] < 12_000 and len(decoder.slots) == 4
 
 
 # ------------------------------------------------------------------------ the study's statistics
