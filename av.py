@@ -383,7 +383,7 @@ def worth_drafting(expected: np.ndarray, tokens: np.ndarray, cost: CostTable, qu
     verify = cost.verify(queries + np.arange(len(expected) + 1))
     ms = cost.draft(tokens[order].cumsum()) + verify[1:] - verify[0]
     gain = np.append(0.0, expected[order].cumsum() - rate * ms)  # of the best 0, 1, 2, ...
-    best = np.flatnonzero(gain >= gain.max() - 0.02 * queries)[-1]
+    best = np.flatnonzero(gain >= np.nanmax(gain) - 0.02 * queries)[-1]  # (nan: refused later)
     return np.sort(order[:best]), ms[best - 1] if best else 0.0
 
 
@@ -761,8 +761,7 @@ class Decoder:
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
         q, depths, alive = self.q[:R], np.zeros(R, int), np.ones(R)
-        self.passes, own = [], not isinstance(self.drafter, SlotLM)  # tokens of each pass
-        self.price = None
+        self.passes, self.price, own = [], None, not isinstance(self.drafter, SlotLM)
         if priced:
             # Survivals to expect: by earlier steps, and below, where it can be read, by this one.
             expected, plain = self.confidence[self.slots].cumprod(1), self.cost.verify(R)
@@ -781,10 +780,9 @@ class Decoder:
             if not len(rows):
                 break
             depths[rows] += 1
-            self.passes.append(int(pending.sum()))
+            self.passes.append(int(pending.sum()))  # the tokens of each
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
-            _need(len(logits) == len(rows), "the drafter's logits", f"of {len(rows)} rows",
-                  tuple(logits.shape))
+            _need(len(logits) == len(rows), "drafter.logits", f"{len(rows)} rows", logits.shape)
             law, total = _warp(logits, **self.sampling)
             x, feature = sample(law, self.generator), _logit(total)  # (rows,)
             row, slot, end = (torch.from_numpy(x).to(device) for x in (rows, slots, ends))

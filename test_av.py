@@ -1253,9 +1253,12 @@ def test_an_estimator_outlives_a_failed_call():
     with torch.no_grad():
         broken.lm_head.weight[3] = math.nan
     good = dict(max_new_tokens=6, num_speculative_tokens=3, cost=STAIRS, estimator=estimator)
-    with pytest.raises(FloatingPointError):
-        av.generate(llama(), broken, [[1, 2]], **good)
-    assert not estimator.sums.any()
+    for plan in ("verification", "joint"):
+        with pytest.raises(FloatingPointError, match="drafter"):
+            av.generate(llama(), broken, [[1, 2]], plan=plan, **good)
+        assert not estimator.sums.any()
+        estimator.steps = 1  # joint: no first step of a round, which drafts whatever it costs
+    estimator.steps = 0
     av.generate(llama(), llama(1), [[1, 2]], **good)
     assert np.isfinite(theta_of(estimator)).all() and estimator.steps > 2
     features = av.logit_q_max(torch.randn(1, 3, 9, requires_grad=True))
