@@ -373,9 +373,8 @@ def worth_drafting(expected: np.ndarray, tokens: np.ndarray, cost: CostTable, qu
     """Joint: the requests that draft one token more, in one pass; none, if no number of them pays.
 
     expected (n,): the chance of each that this draft survives; tokens (n,): what the pass reads of
-    each; queries: target tokens so far; rate: the worth of a ms, in tokens. Those that lose next to
-    nothing draft too, the estimates being inexact. Returns the indices of the chosen, ascending,
-    and their price in ms: of the pass and of verifying its drafts.
+    each; queries: target tokens so far; rate: the worth of a ms, in tokens. Returns the indices of
+    the chosen, ascending, and their price in ms: of the pass and of verifying its drafts.
     LOSSLESS: whatever is drafted will be verified, so this decides about tokens that are not drawn
     yet, and may look at all that were, of this step too.
     """
@@ -383,7 +382,7 @@ def worth_drafting(expected: np.ndarray, tokens: np.ndarray, cost: CostTable, qu
     verify = cost.verify(queries + np.arange(len(expected) + 1))
     ms = cost.draft(tokens[order].cumsum()) + verify[1:] - verify[0]
     gain = np.append(0.0, expected[order].cumsum() - rate * ms)  # of the best 0, 1, 2, ...
-    best = np.flatnonzero(gain >= np.nanmax(gain) - 0.02 * queries)[-1]  # (nan: refused later)
+    best = int(np.nanargmax(gain))  # (nan: the step will refuse it)
     return np.sort(order[:best]), ms[best - 1] if best else 0.0
 
 
