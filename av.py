@@ -23,7 +23,7 @@ B, V, T          requests, vocabulary, packed query tokens of a pass
     feature      f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
     confidence   c_i = sigmoid(slope * f_i + intercept_i), by damped Newton steps on the log-loss
     budget       argmax_b (B + sum of the b best survivals) / (ms to draft + ms to verify B + b)
-    joint        draft one token more where survival > its ms * (tokens per ms, lately); verify all
+    joint        a pass drafts for the n requests of largest sum of chances - rate * ms; verify all
 
 Not here: token trees, settings per request, paged memory, CUDA graphs, several devices, recurrent
 models. vLLM has them; in its `v1/worker/gpu/spec_decode/`, `acceptance_estimator.py` and
@@ -255,15 +255,16 @@ class AcceptanceEstimator:
         _need(accepted.shape == shape[:1], "accepted", f"{shape[0]} counts", accepted.shape)
         position = np.arange(features.shape[1])
         labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])  # (B, K)
-        f = np.where(labelled, features, 0.0).astype(float)
-        _need(np.isfinite(f).all(), "features", "finite", f)
-        confidence = self.predict(torch.from_numpy(f)).numpy()
-        # subtle: a draft that was all but sure has no curvature, yet a full residual if it fails:
-        # one such surprise would move an intercept by hundreds. So curvature has a floor.
-        curvature = labelled * np.maximum(confidence * (1 - confidence), self.MIN_CURVATURE)
-        residual = labelled * (confidence - (position < accepted[:, None]))
-        self.sums = self.sums + np.stack([curvature * f * f, curvature * f, curvature,
-                                          residual * f, residual, labelled]).sum(1)
+        if labelled.any():
+            f = np.where(labelled, features, 0.0).astype(float)
+            _need(np.isfinite(f).all(), "features", "finite", f)
+            c = self.predict(torch.from_numpy(f)).numpy()  # confidence
+            # subtle: a draft that was all but sure has no curvature, yet a full residual if it
+            # fails: one such surprise would move an intercept by hundreds. So curvature has a floor.
+            curvature = labelled * np.maximum(c * (1 - c), self.MIN_CURVATURE)
+            residual = labelled * (c - (position < accepted[:, None]))
+            self.sums = self.sums + np.stack([curvature * f * f, curvature * f, curvature,
+                                              residual * f, residual, labelled]).sum(1)
         self.steps += 1
         if self.steps % self.refit_every == 0:
             self.refit()
@@ -283,7 +284,7 @@ class AcceptanceEstimator:
         H, g, labels = self.system()
         H = H + self.ridge * np.eye(len(H))
         damp = labels / np.maximum(labels + self.damping, 1e-9)  # no labels: no step
-        step = -np.linalg.lstsq(H, g)[0] * damp  # (a tiny ridge may leave H singular)
+        step = -np.linalg.lstsq(H, g, rcond=None)[0] * damp  # (a tiny ridge may leave H singular)
         # A negative slope would call the surer draft the worse one. It stops at zero, and the
         # intercepts then take the step that fits the slope really taken.
         stop = max(step[0], -self.slope)
@@ -372,9 +373,9 @@ def worth_drafting(expected: np.ndarray, tokens: np.ndarray, cost: CostTable, qu
                    rate: float) -> tuple[np.ndarray, float]:
     """Joint: the requests that draft one token more, in one pass; none, if no number of them pays.
 
-    expected (n,): the chance of each that this draft survives; tokens (n,): what the pass reads of
-    each; queries: target tokens so far; rate: the worth of a ms, in tokens. Returns the indices of
-    the chosen, ascending, and their price in ms: of the pass and of verifying its drafts.
+    expected (n,): the chance of each that this draft survives; tokens (n,): what the pass will read
+    of each; queries: target tokens so far, without prompts; rate: the worth of a ms, in tokens.
+    Returns the chosen, as ascending indices, and their price in ms, verifying included.
     LOSSLESS: whatever is drafted will be verified, so this decides about tokens that are not drawn
     yet, and may look at all that were, of this step too.
     """
@@ -419,7 +420,7 @@ class Ragged:
         table = np.zeros((3, rows[-1] + 1), int)
         table[:, rows] = slots, cached, pending
         slot, start, known = torch.from_numpy(table).to(device)  # (r,), r >= R
-        # subtle: `drafts` lives on the device, yet the host knows T: it fixed the budget before.
+        # subtle: `drafts` lives on the device, yet the host knows T: it fixed their sum before.
         # That is why one read-back per step is enough.
         counts = known if drafts is None else known.index_add(
             0, torch.from_numpy(rows).to(device), drafts)  # (r,) query tokens
@@ -591,7 +592,7 @@ class SlotLM:
         self.cached[slot] = 0
 
 
-# ---- 7. The loop. The plans differ in `choose` only; plain decoding is K = 0.
+# ---- 7. The loop. A plan is what `choose` says: a budget, or (joint) that each pass has to pay.
 
 
 @dataclass
@@ -697,7 +698,7 @@ class Decoder:
         R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
         if not R:
             return None
-        # 0. plan. LOSSLESS: a budget is fixed here, before anything of this step is drawn.
+        # 0. plan. LOSSLESS: the budget is fixed before anything of this step is drawn.
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
         budget = self.choose(limits)
         # 1 + 2. draft, score
@@ -735,13 +736,13 @@ class Decoder:
     def choose(self, limits):
         """Budget of this step, LOSSLESS from earlier steps only; None: all that joint will draft.
 
-        limits (R,): drafts that each can use. One step in each round of the estimator drafts and
-        verifies all: what is never verified is never learned again. (Joint, where it costs most:
-        of an eighth of the slots, 4 at least; the limits of the others are set to 0.)
+        limits (R,): drafts that each can use. One step in each round of the estimator, in 10 at
+        most, drafts and verifies all: what is never verified is never learned again. (Joint, where
+        it costs most: of a 16th of the slots, 4 at least; the others' limits are set to 0.)
         """
-        explore = self.estimator and self.estimator.steps % self.estimator.refit_every == 0
+        explore = self.estimator and self.estimator.steps % max(self.estimator.refit_every, 10) == 0
         if explore and self.plan == "joint":
-            limits[max(4, len(limits) // 8):] = 0
+            limits[max(4, len(limits) // 16):] = 0
         if explore or self.plan == "fixed":
             return int(limits.sum())
         if self.plan == "joint":
@@ -934,7 +935,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     drafter may be another object with the three verbs, or None at K = 0). prompts: lists of ids.
     max_new_tokens: a number, or one per prompt. num_speculative_tokens: K; 0 is plain decoding.
     plan: "fixed" verifies all K drafts; "verification" drafts K and trims (as published); "joint"
-    also stops drafting where it does not pay. max_batch_size: requests at once; one that ends is
+    drafts only what pays and verifies that. max_batch_size: requests at once; one that ends is
     replaced before the next step. temperature, top_k (0: off), top_p: of both models, whose own
     generation configs are not read. eos_token_id: none, one or several. estimator, cost: go on with
     these; default: a fresh estimator, and costs measured now. on_step: is given every `Step`.
