@@ -259,8 +259,8 @@ class AcceptanceEstimator:
             f = np.where(labelled, features, 0.0).astype(float)
             _need(np.isfinite(f).all(), "features", "finite", f)
             c = self.predict(torch.from_numpy(f)).numpy()  # confidence
-            # subtle: a draft that was nearly sure has no curvature, yet a full residual if it fails:
-            # one such surprise would move an intercept by hundreds. So curvature has a floor.
+            # subtle: a sure draft has no curvature, yet a full residual if it fails: one such
+            # surprise would move an intercept by hundreds. So curvature has a floor.
             curvature = labelled * np.maximum(c * (1 - c), self.MIN_CURVATURE)
             residual = labelled * (c - (position < accepted[:, None]))
             self.sums = self.sums + np.stack([curvature * f * f, curvature * f, curvature,

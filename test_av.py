@@ -865,6 +865,19 @@ def test_no_position_is_forgotten_for_good():
         assert np.mean(depth[200:295]) < 1 and np.mean(depth[-60:-1]) > 4, (plan, depth)
 
 
+def test_rounds_of_one_step_do_not_explore_in_each():
+    """An estimator that refits after every step is allowed; verifying all in each step with it
+    would make both adaptive plans fixed ones."""
+    drafted = []
+    for plan in ("verification", "joint"):
+        av.generate(cycle(8), cycle(8, wrong_at=range(8)), [[0]], max_new_tokens=40, temperature=0,
+                    plan=plan, num_speculative_tokens=3, cost=av.CostTable({1: 0.01}, {1: 1, 9: 9}),
+                    estimator=av.AcceptanceEstimator(3, refit_every=1),
+                    on_step=lambda s: drafted.append(int(s.num_verified[0])))
+        assert np.mean(drafted[20:37]) < 1, (plan, drafted)
+        drafted.clear()
+
+
 def test_what_is_expected_of_deep_drafts_follows_the_few_that_were_drawn():
     """Joint's first step draws for 4 of 32 requests. Were the others counted as well, the mean of
     positions that are seldom drafted would take thousands of steps to follow a change."""
