@@ -528,7 +528,8 @@ class Arm:
         estimator = None if plan == "fixed" else run.estimators.setdefault(
             name, av.AcceptanceEstimator(K))
         self.name, self.load = name, load
-        self.seconds = (0.6 + load / 200) / (1 + run.quick)
+        self.patient = run.patience > 5
+        self.seconds = (2 if self.patient else 0.6 + load / 200) / (1 + run.quick)
         self.decoder = av.Decoder(
             pair.target, drafter or (pair.drafter if K else None),
             requests(pair, load, run.seed), max_length=longest(pair), max_batch_size=load,
@@ -550,13 +551,13 @@ class Arm:
         self.rates, self.steps = [], []  # tokens/s by slice; (Step, seconds)
 
     def slice(self):
-        """Some time's steps, their tokens per second; of few requests three whole ones instead.
+        """Some time's steps, their tokens per second; of few requests three or nine whole ones.
 
-        (One of each kind of text: within a second, one arm might just meet the easiest.)
+        (As many of each kind of text: within a second, one arm might just meet the easiest.)
         """
         began, tokens, few = self.now(), self.stats.committed, self.load < FEW
         while (then := self.now()) < began + self.seconds * (not few) or (
-                few and len(self.decoder.finished) < 3):
+                few and len(self.decoder.finished) < (9 if self.patient else 3)):
             done = self.decoder.step()
             self.steps.append((done, self.now() - then))
         self.decoder.finished.clear()
