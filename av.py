@@ -383,7 +383,7 @@ def worth_drafting(expected: np.ndarray, tokens: np.ndarray, cost: CostTable, qu
     verify = cost.verify(queries + np.arange(len(expected) + 1))
     ms = cost.draft(tokens[order].cumsum()) + verify[1:] - verify[0]
     gain = np.append(0.0, expected[order].cumsum() - rate * ms)  # of the best 0, 1, 2, ...
-    best = int(np.nanargmax(gain))  # (nan: the step will refuse it)
+    best = int(gain.argmax())
     return np.sort(order[:best]), ms[best - 1] if best else 0.0
 
 

@@ -729,6 +729,19 @@ def test_sums_are_those_of_stored_rows():
         assert not estimator.sums.any()
 
 
+def test_the_loop_scores_the_law_that_it_draws_from():
+    """Another row's feature, or one of another temperature, would be fitted to the wrong labels."""
+    law, cost = dict(temperature=0.7, top_k=2), av.CostTable({1: 0.01}, {1: 1, 9: 9})
+    decoder = step_decoder("fixed", 2, [[0], [1]], P3, Q3, cost, **law)
+    last = torch.tensor(decoder.text[[0, 1], decoder.lengths - 1])
+    done = decoder.step()
+    for i, before in enumerate((last, torch.tensor(done.drafts[:, 0]))):
+        with torch.no_grad():
+            logits = decoder.drafter.model(before[:, None]).logits[:, 0]
+        q_max = (logits / 0.7).double().softmax(-1).amax(-1)
+        assert np.allclose(done.features[:, i], (q_max / (1 - q_max)).log(), atol=1e-4)
+
+
 def test_a_position_alone_is_predicted_as_among_all():
     """Joint asks for one position at a time: another's intercept would misprice every pass."""
     estimator = av.AcceptanceEstimator(3)
