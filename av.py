@@ -821,13 +821,15 @@ class Decoder:
         stats.target_tokens += queries
         if self.plan == "fixed":
             return
-        # What the next step may expect: of a request what it showed in this one, and where nothing
-        # was drafted, that it goes on as requests do: their mean, over some 5 steps or 80 drafts.
+        # What the next step may expect, by position: what the request showed in this one, and where
+        # nothing was drafted, what requests do: their mean, over some 5 steps or 80 drafts.
         before = np.concatenate([np.ones((len(slots), 1)), done.survival], 1)[:, :K]
         confidence = np.where(done.survival < 0, self.mean_confidence,
                               done.survival / np.maximum(before, 1e-9))  # (R, K)
         drawn = (done.survival >= 0).sum(0)
         self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * drawn + 80)
+        # A budget wants the spread of one step (as published); joint a forecast of each request, of
+        # which one step says little: a mean over some 5 steps.
         share = 1.0 if self.plan == "verification" else 0.2
         self.confidence[slots] += share * (confidence - self.confidence[slots])
         if self.price:  # joint: what drafting brings lately

@@ -400,7 +400,7 @@ class Run:
     seed: int
     rounds: int
     quick: bool
-    patience: float = 5.0  # seconds that an estimator may take to settle before it is measured
+    patient: bool = False  # longer warm-up and slices
     estimators: dict = field(default_factory=dict)  # one per arm, which goes on learning
 
     @property
@@ -528,18 +528,18 @@ class Arm:
         estimator = None if plan == "fixed" else run.estimators.setdefault(
             name, av.AcceptanceEstimator(K))
         self.name, self.load = name, load
-        self.patient = run.patience > 5
-        self.seconds = (2 if self.patient else 0.6 + load / 200) / (1 + run.quick)
+        self.patient = run.patient
+        self.seconds = (2 if run.patient else 0.6 + load / 200) / (1 + run.quick)
         self.decoder = av.Decoder(
             pair.target, drafter or (pair.drafter if K else None),
             requests(pair, load, run.seed), max_length=longest(pair), max_batch_size=load,
             num_speculative_tokens=K, plan=plan, estimator=estimator,
             cost=copy.deepcopy(cost) if estimator else None,  # each learns from its own steps
             eos_token_id=pair.eos, seed=run.seed, **run.law)
-        most = 1.5 if run.quick else run.patience  # until it has been refitted, but not for ever
-        settled = (1 if most <= 5 else 5) * (estimator.refit_every if estimator else 0)
+        # Until the estimator has been refitted once (or five times), but not for ever.
+        most, refits = (1.5, 1) if run.quick else (12, 5) if run.patient else (5, 1)
         while (spent := time.perf_counter() - began) < 0.5 or (
-                estimator and estimator.steps < settled and spent < most):
+                estimator and estimator.steps < refits * estimator.refit_every and spent < most):
             self.decoder.step()
         # From here on every arm meets the same texts; what is under way is ended first.
         self.decoder.requests = enumerate(requests(pair, load, run.seed))
@@ -717,7 +717,7 @@ def clock(arms: list[Arm]) -> list[float]:
 def sweep(run: Run, args):
     """Every fixed K and both adaptive rules at each load; then text by text; then the peers."""
     arms = [(f"fixed {k}" if k else "plain", k, "fixed") for k in range(run.K + 1)] + run.arms[2:]
-    run = replace(run, patience=12)
+    run = replace(run, patient=True)
     costs, points = measure(run), {}
     run.title("Tokens per second, and per second and request, at steady load: median [least..most]")
     print(f"  load  {'arm':13}{'tokens/s':>8}{'':17}{'per request':>11}   of the best fixed K")
