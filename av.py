@@ -23,7 +23,7 @@ B, V, T          requests, vocabulary, packed query tokens of a pass
     feature      f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
     confidence   c_i = sigmoid(slope * f_i + intercept_i), by damped Newton steps on the log-loss
     budget       argmax_b (B + sum of the b best survivals) / (ms to draft + ms to verify B + b)
-    joint        a pass drafts for the n requests of largest sum of chances - rate * ms; verify all
+    joint        a drafter pass for the requests whose drafts save more ms than it costs; verify all
 
 Not here: token trees, settings per request, paged memory, CUDA graphs, several devices, recurrent
 models. vLLM has them; in its `v1/worker/gpu/spec_decode/`, `acceptance_estimator.py` and
@@ -71,9 +71,8 @@ def _check_law(temperature, top_k, top_p):
 def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Logits (..., V) to the float32 probabilities they are sampled with, (..., V).
 
-    Temperature, then top-k (0: off), then top-p, as transformers and vLLM order them; tokens that
-    tie with the last one kept are kept. Temperature 0 is the one-hot case of the same law.
-    """
+    Temperature, then top-k (0: off), then top-p, as transformers and vLLM order them; what ties
+    with the last one kept is kept. Temperature 0 is the one-hot case of the same law."""
     _check_law(temperature, top_k, top_p)
     return _warp(logits, temperature, top_k, top_p)[0]
 
@@ -103,8 +102,7 @@ def _cut(weights, total, top_k, top_p, n):
     """Law of the heaviest tokens that top-k and then top-p leave; overwrites `weights`.
 
     Looks at the n heaviest tokens of each row only, which needs no sort of V; a row that keeps all
-    of them may need more, and is looked at again. Where reading that waits, n is V at once.
-    """
+    of them may need more, and is looked at again. Where reading that waits, n is V at once."""
     V = weights.shape[-1]
     n = min(n, V) if weights.device.type in READ_FREELY else V
     top, at = _largest(weights, n)  # (..., n), descending
@@ -115,11 +113,11 @@ def _cut(weights, total, top_k, top_p, n):
     before = top.cumsum(-1) - top  # the first token has 0, and stays however small top_p is
     last = top.masked_fill(before >= max(top_p, 1e-30) * whole, torch.inf)
     kept = top * (top >= last.amin(-1, keepdim=True))
-    short = (kept if whole is total else top)[..., -1] > 0
-    again = weights[short] if n < V and short.any() else None
+    short = (kept if whole is total else top)[..., -1]  # > 0: more may have to be kept
+    again = weights[short > 0] if n < V and short.any() else None
     law = weights.zero_().scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
     if again is not None:
-        law[short] = _cut(again, total[short], top_k, top_p, 8 * n)
+        law[short > 0] = _cut(again, total[short > 0], top_k, top_p, 8 * n)
     return law
 
 
@@ -138,8 +136,7 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw per row from unnormalised probabilities, (..., V) -> (...,); no host read-back.
 
     Inverse CDF in float64: one uniform per row instead of V exponentials. Of a large vocabulary
-    first a block of tokens is drawn, then one in it: each is summed once, few are accumulated.
-    """
+    first a block of tokens is drawn, then one in it: each is summed once, few are accumulated."""
     V = probs.shape[-1]
     if V > 1024 and (size := math.gcd(V, 512)) > 1:
         blocks = probs.unflatten(-1, (-1, size))  # (..., V / size, size)
@@ -149,8 +146,7 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return block * size + sample(inside, generator)
     cdf = probs.cumsum(-1, dtype=torch.float64)
     u = torch.rand(*probs.shape[:-1], 1, device=probs.device, dtype=cdf.dtype, generator=generator)
-    # `right` steps over flat pieces of the CDF and the point stays below its end (by more than
-    # rounding can give back): no token of probability 0 is drawn.
+    # `right` steps over flat pieces, the point stays below the end: no token of weight 0 is drawn.
     point = u * (cdf[..., -1:] * (1 - 2**-52))
     return torch.searchsorted(cdf, point, right=True).squeeze(-1).clamp(max=V - 1)
 
@@ -166,8 +162,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     is the law of its draft i, the row after its last verified draft that of the token behind it.
     q: (B, K, V), row i is to the bit the law drafts[:, i] was drawn from; drafts (B, K);
     num_verified (B,) in 0..K, decided without looking at the drafts it decides about (values are
-    not checked: that would be a read-back). Returns accepted (B,) and next_tokens (B,).
-    """
+    not checked: that would be a read-back). Returns accepted (B,) and next_tokens (B,)."""
     B, K = drafts.shape
     _need(q.shape == (B, K, p.shape[1]), "q", f"of shape {B, K, p.shape[1]}", tuple(q.shape))
     _need(num_verified.shape == (B,), "num_verified", f"{B} counts", tuple(num_verified.shape))
@@ -200,8 +195,7 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
     LOSSLESS: reads the law, never the drawn token. Taken before top-k and top-p, which often leave
     one token (q_max = 1, no information); temperature 0 uses the unscaled logits. The weight of the
-    maximum is 1, so the odds are 1 to the sum of the others, and q_max -> 1 does not overflow.
-    """
+    maximum is 1, so the odds are 1 to the sum of the others, and q_max -> 1 does not overflow."""
     return _logit(_weights(logits, temperature or 1.0).sum(-1))
 
 
@@ -217,26 +211,25 @@ class AcceptanceEstimator:
 
     num_speculative_tokens: K >= 1. refit_every: N, decode steps per round, of which a `Decoder`
     verifies one in full (joint: of some requests). ridge: keeps H regular where a position has no
-    labels. damping: labels at which a coefficient takes half its step. Raises ValueError for
-    numbers out of range.
-    """
-
-    MIN_CURVATURE = 0.05
+    labels. damping: labels at which a coefficient takes half its step. ValueError out of range."""
 
     def __init__(self, num_speculative_tokens: int, *, refit_every: int = 100, ridge: float = 1e-3,
                  damping: float = 50.0, slope: float = 0.5, intercept: float = -0.2):
         K = _whole("num_speculative_tokens", num_speculative_tokens, 1)
-        self.num_speculative_tokens = K
         self.refit_every = _whole("refit_every", refit_every, 1)
         for name, value, low in (("ridge", ridge, 1e-12), ("damping", damping, 0),
                                  ("slope", slope, 0), ("intercept", intercept, -1e6)):
             _number(name, value, low, 1e6)
         self.ridge, self.damping = ridge, damping
         self.slope, self.intercepts = float(slope), np.full(K, float(intercept))
-        self.steps, self.sums = 0, np.zeros((6, K))  # of a round, by position
+        self.num_speculative_tokens, self.steps = K, 0
+        self.sums = np.zeros((6, K))  # of a round, by position
 
-    def predict(self, features: Tensor, position=slice(None)) -> Tensor:
-        """Confidence, float64, of features (..., K), or (...) of one position, on their device."""
+    def predict(self, features, position=slice(None)):
+        """Confidence, float64, of features (..., K), or (...) of one position; array or tensor."""
+        if not isinstance(features, Tensor):
+            logit = self.slope * np.asarray(features, float) + self.intercepts[position]
+            return 0.5 + 0.5 * np.tanh(0.5 * logit)
         intercepts = torch.from_numpy(self.intercepts).to(features.device)[position]
         return torch.sigmoid(self.slope * features.double() + intercepts)
 
@@ -245,8 +238,7 @@ class AcceptanceEstimator:
 
         Arrays or tensors, read on the host. A position has a label iff it was verified and all
         before it were accepted: the first rejection is the last label, and what was not verified
-        has none (which is not label 0). Raises ValueError for other shapes, features not finite.
-        """
+        has none (which is not label 0). Raises ValueError for other shapes, features not finite."""
         features, num_verified, accepted = (
             x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
             for x in (features, num_verified, accepted))
@@ -258,10 +250,10 @@ class AcceptanceEstimator:
         if labelled.any():
             f = np.where(labelled, features, 0.0).astype(float)
             _need(np.isfinite(f).all(), "features", "finite", f)
-            c = self.predict(torch.from_numpy(f)).numpy()  # confidence
+            c = self.predict(f)  # confidence
             # subtle: a sure draft has no curvature, yet a full residual if it fails: one such
             # surprise would move an intercept by hundreds. So curvature has a floor.
-            curvature = labelled * np.maximum(c * (1 - c), self.MIN_CURVATURE)
+            curvature = labelled * np.maximum(c * (1 - c), 0.05)
             residual = labelled * (c - (position < accepted[:, None]))
             self.sums = self.sums + np.stack([curvature * f * f, curvature * f, curvature,
                                               residual * f, residual, labelled]).sum(1)
@@ -272,8 +264,7 @@ class AcceptanceEstimator:
     def system(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of the round so far: H (K+1, K+1), g (K+1,), and the labels of each coefficient (K+1,).
 
-        H is an arrowhead, dense in its first row and column only: a draft has one position.
-        """
+        H is an arrowhead, dense in its first row and column only: a draft has one position."""
         cff, cf, c, rf, r, n = self.sums
         H = np.diag(np.append(cff.sum(), c))
         H[0, 1:] = H[1:, 0] = cf
@@ -303,8 +294,7 @@ class Curve:
     """Milliseconds by number of query tokens, from measured points {tokens: ms}.
 
     A running maximum keeps it from falling with size; linear between the points; beyond the last
-    the last slope goes on (flat would make large batches look free), below the first it is flat.
-    """
+    the last slope goes on (flat would make large batches look free), below the first it is flat."""
 
     def __init__(self, name: str, points: dict[int, float]):
         _need(isinstance(points, dict) and points, name, "a dict {tokens: ms}", points)
@@ -316,8 +306,7 @@ class Curve:
 
     def _set(self, points):
         self.ms = np.maximum.accumulate(points)
-        # Beyond the last point: its slope; of a last flat piece that of the whole curve; and one
-        # point alone goes on in proportion, as if (0, 0) stood before it.
+        # Beyond the last point: its slope; of a flat piece that of all; one point: in proportion.
         x, y, far = self.tokens, self.ms, 2.0**40
         before = -2 if len(x) > 1 and y[-1] > y[-2] else 0
         slope = (y[-1] - y[before]) / (x[-1] - x[before]) if len(x) > 1 else y[0] / x[0]
@@ -357,11 +346,9 @@ class CostTable:
 def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
     """The published rule: how many drafts to verify, for the most tokens per millisecond.
 
-    survival (B, K), negative where no draft can be used. A global argmax over all budgets, for
-    costs may be a staircase; of equal ones the smallest.
-    LOSSLESS: pass survivals of *earlier* steps. This step's depend on the tokens drawn, so a budget
-    made of them would decide about a draft by looking at it.
-    """
+    survival (B, K), negative where no draft can be used. A global argmax, for costs may be a
+    staircase; of equal budgets the smallest. LOSSLESS: pass survivals of *earlier* steps. This
+    step's depend on the tokens drawn: a budget made of them would look at what it decides about."""
     B, usable = len(survival), survival >= 0
     best = -np.sort(-survival[usable])
     passes = usable.sum(0)  # (K,) requests in each
@@ -369,22 +356,45 @@ def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
     return int(np.argmax((B + np.append(0.0, best.cumsum())) / ms))
 
 
-def worth_drafting(expected: np.ndarray, tokens: np.ndarray, cost: CostTable, queries: int,
-                   rate: float) -> tuple[np.ndarray, float]:
-    """Joint: the requests that draft one token more, in one pass; none, if no number of them pays.
+class JointPlan:
+    """Joint: who drafts one token more, pass by pass of one step; R requests, K positions.
 
-    expected (n,): the chance of each that this draft survives; tokens (n,): what the pass will read
-    of each; queries: target tokens so far, without prompts; rate: the worth of a ms, in tokens.
-    Returns the chosen, as ascending indices, and their price in ms, verifying included.
+    confidence (R, K): usual ones. explored: so many requests, the first, draft at any price.
     LOSSLESS: whatever is drafted will be verified, so this decides about tokens that are not drawn
-    yet, and may look at all that were, of this step too.
-    """
-    order = np.argsort(-expected, kind="stable")
-    verify = cost.verify(queries + np.arange(len(expected) + 1))
-    ms = cost.draft(tokens[order].cumsum()) + verify[1:] - verify[0]
-    gain = np.append(0.0, expected[order].cumsum() - rate * ms)  # of the best 0, 1, 2, ...
-    best = int(gain.argmax())
-    return np.sort(order[:best]), ms[best - 1] if best else 0.0
+    yet, and may look at all that were, of this step too."""
+
+    def __init__(self, confidence: np.ndarray, cost: CostTable, explored: int = 0):
+        R, K = confidence.shape
+        self.usual, self.expected = confidence, confidence.cumprod(1)  # chances to survive
+        self.draft_ms = cost.draft(np.arange(2 * R + 1))  # of a pass over 0, 1, ... tokens
+        self.verify_ms = cost.verify(np.arange(R, R * (K + 1) + 1))  # of 0, 1, ... drafts
+        self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
+
+    def choose(self, rows: np.ndarray, i: int, read: np.ndarray, end: int) -> np.ndarray:
+        """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
+
+        read (n,): what the pass reads of each. A draft that survives saves what a token costs, if
+        the step ends here. Looks ahead to position `end`, for costs may be a staircase."""
+        token = self.spent / (1 + self.expected[rows, :i].sum(1))  # (n,) ms
+        worth = self.expected[rows, i:end] * token[:, None]  # (n, L) of this draft, the next, ...
+        worth[rows < self.explored, 0] = 1e6
+        order = (-worth[:, 0]).argsort(kind="stable")
+        n, later = np.arange(1, len(rows) + 1)[:, None], np.arange(end - i)
+        verify_ms = self.verify_ms[self.drawn:] - self.verify_ms[self.drawn]
+        first = self.draft_ms[read[order].cumsum()]  # (n,) this pass, for the best 1, 2, ...
+        ms = first[:, None] + later * self.draft_ms[n] + verify_ms[n * (later + 1)]  # (n, L)
+        gain = worth[order].cumsum(0).cumsum(1) - ms  # of the best 1, 2, ... in 1, 2, ... passes
+        best = max([g.argmax() + 1 for g in (gain[:, 0], gain.max(1)) if g.max() > 0], default=0)
+        if best:
+            self.spent += (first[best - 1] + verify_ms[best]) / best
+            self.drawn += best
+        return np.sort(rows[order[:best]])
+
+    def drew(self, rows: np.ndarray, i: int, confidence: np.ndarray):
+        """Draft i of `rows` turned out so sure; the next ones will be more like it than usual."""
+        self.expected[rows, i] = confidence * (self.expected[rows, i - 1] if i else 1)
+        c = 0.75 * confidence[:, None] + 0.25 * self.usual[rows, i + 1:]
+        self.expected[rows, i + 1:] = self.expected[rows, i, None] * c.cumprod(1)
 
 
 def trim(survival: Tensor, budget: int) -> Tensor:
@@ -392,8 +402,7 @@ def trim(survival: Tensor, budget: int) -> Tensor:
 
     survival (B, K) never rises along a request, so its best are a prefix; -1: not drafted, out of
     reach of any budget. subtle: ties are ordered by position, then request (a stable sort of the
-    position-major list): they neither break a prefix nor ask which token was drawn.
-    """
+    position-major list): they neither break a prefix nor ask which token was drawn."""
     B = len(survival)
     _whole("budget", budget, 0, survival.numel())
     # LOSSLESS: whatever outranks a slot has a survival that the slot's own draft cannot change.
@@ -413,47 +422,51 @@ class Ragged:
 
     def __init__(self, slots, cached, pending, drafts, budget, max_drafts, device):
         R, T = len(slots), int(pending.sum()) + budget
-        # Slots that are mostly in use are read as one view of the cache, the idle ones between as
-        # rows without tokens: a copy would cost more.
+        # Slots mostly in use are read as one view of the cache, idle ones as rows without tokens.
         dense = slots[-1] + 1 - slots[0] < 2 * R
         rows = slots - slots[0] if dense else np.arange(R)
         table = np.zeros((3, rows[-1] + 1), int)
         table[:, rows] = slots, cached, pending
-        slot, start, known = torch.from_numpy(table).to(device)  # (r,), r >= R
-        # subtle: `drafts` lives on the device, yet the host knows T: it fixed their sum before.
-        # That is why one read-back per step is enough.
-        counts = known if drafts is None else known.index_add(
-            0, torch.from_numpy(rows).to(device), drafts)  # (r,) query tokens
-        row = torch.repeat_interleave(counts, output_size=T)  # (T,) the row of each token
-        first = counts.cumsum(0) - counts  # (r,) its first token
-        offset = torch.arange(T, device=device) - first[row]
-        self.slots, self.positions = slot[row], start[row] + offset  # (T,), (T,)
+        free = device.type in READ_FREELY  # then in numpy, in a third of torch's time
+        put = (lambda x: x) if free else (lambda x: torch.from_numpy(x).to(device))
+        xp, slot, start, known = np if free else torch, *put(table)  # (r,), r >= R
+        counts = known + 0  # (r,) query tokens
+        if drafts is not None:
+            # subtle: the host need not know them, only T: so one read-back per step is enough.
+            counts[put(rows)] += drafts.numpy() if free else drafts
+        ends = counts.cumsum(0)
+        first, at = ends - counts, xp.arange(T, device=str(device))  # (r,) its first token, (T,)
+        row = xp.searchsorted(ends, at, side="right")  # (T,) the row of each token
+        offset = at - first[row]
+        self.slots, self.positions = map(torch.as_tensor, (slot[row], start[row] + offset))  # (T,)
         # Logits are wanted after the last pending token (the law of draft 0) and after each draft:
-        # of a known number of tokens, so a sort finds them without a read-back.
-        self.keep = 0 if T == R + budget else (  # 0: all
-            offset < known[row] - 1).long().argsort(stable=True)[:R + budget]
-        self.layers = set()  # that have attended
+        # their number is known, so a sort finds them without a read-back.
+        self.keep = 0 if T == R + budget else torch.as_tensor(  # 0: all
+            (1 * (offset < known[row] - 1)).argsort(stable=True)[:R + budget])
         # Attention pads: one call for all rows, and one more for each row longer than `width` (a
         # prompt, a drafter left behind, a deep row). Where counts are not free: an upper bound.
-        free, (_, cached, pending) = device.type in READ_FREELY, table
-        widths = counts.numpy() if free else pending + min(budget, max_drafts or budget)
+        _, cached, pending = table
+        widths = counts if free else pending + min(budget, max_drafts or budget)
         n, width = len(widths), widths.max()
         if T < n * width:  # the cheapest: n * width, and for each longer row its own + 16 or so
             at = np.maximum(np.sort(widths), 1)
             width = at[np.argmin(n * at - (at + 16).cumsum())]
         long = np.flatnonzero(widths > width)
         self.unpadded = not len(long) and T == n * width
-        self.calls, self.place = [], None
+        self.layers, self.calls, self.place = set(), [], None  # layers: that have attended
         for lo, hi, w in [(0, n, width)] + [(i, i + 1, widths[i]) for i in long]:
-            at = torch.arange(w, device=device)
+            at = xp.arange(w, device=str(device))
+            take = xp.clip(first[lo:hi, None] + at, None, T - 1).reshape(-1)
+            keys = (cached + np.minimum(widths, w))[lo:hi]
+            masks = {None: None} if w == 1 and free and keys.min() == keys.max() else {}
             self.calls.append((  # cache rows, packed queries, their positions, keys to see, masks
-                slice(slots[0] + lo, slots[0] + hi) if dense else slot[lo:hi],
-                None if self.unpadded else (first[lo:hi, None] + at).clamp(max=T - 1).flatten(),
-                start[lo:hi, None] + at, int((cached + np.minimum(widths, w))[lo:hi].max()), {}))
+                slice(slots[0] + lo, slots[0] + hi) if dense else torch.as_tensor(slot[lo:hi]),
+                None if self.unpadded else torch.as_tensor(take),
+                torch.as_tensor(start[lo:hi, None] + at), int(keys.max()), masks))
         if not self.unpadded:  # where each token is in the outputs of all calls
             starts = np.arange(n) * width
             starts[long] = n * width + np.cumsum(widths[long]) - widths[long]
-            self.place = torch.from_numpy(starts).to(device)[row] + offset
+            self.place = torch.as_tensor(put(starts)[row] + offset)
 
 
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None, scaling=None,
@@ -479,7 +492,7 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
         # Heads that share a key head become queries of it: (r, H_kv, w * G, D), no key is repeated.
         q = (query if ragged.unpadded else query[take]).reshape(r, w, -1, G, query.shape[2])
         q = q.transpose(1, 2).flatten(2, 3)
-        if sliding_window not in masks:  # layers share one of a few masks
+        if sliding_window not in masks:  # layers share one of a few (None where all is seen)
             at = torch.arange(length, device=query.device)  # key positions
             hidden = at > seen[..., None]  # (r, w, length): the future, and stale entries behind
             if sliding_window is not None:
@@ -491,7 +504,8 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
             out = sdpa(q, k, v, attn_mask=mask, scale=scaling)
         else:
             scores = q @ k.mT * scaling
-            scores = (softcap * torch.tanh(scores / softcap) if softcap else scores) + mask
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            scores = scores if mask is None else scores + mask
             if s_aux is not None:  # a column per head that takes weight and gives nothing (gpt-oss)
                 sink = s_aux.view(1, -1, 1, G).expand(-1, -1, w, -1).reshape(1, -1, w * G, 1)
                 scores = torch.cat([scores, sink.expand(r, -1, -1, 1)], -1)
@@ -541,8 +555,7 @@ class SlotLM:
 
         tokens (slots, S): of each slot `lengths` (R,) known tokens, then its drafts; slots (R,)
         ascending; drafts (R,): how many to verify, summing to budget. Feeds all that the cache
-        lacks: a prompt, the last token, and (subtle: after a full acceptance) the last draft.
-        """
+        lacks: a prompt, the last token, and (subtle: after a full acceptance) the last draft."""
         cached = self.cached[slots]
         self.batch = Ragged(slots, cached, lengths - cached, drafts, budget, self.max_drafts,
                             tokens.device)
@@ -683,15 +696,14 @@ class Decoder:
         self.p, self.q = (torch.zeros(shape, device=self.device, dtype=torch.float32)
                           for shape in ((B * (K + 1), V), (B, K, V)))  # kept: allocating costs
         self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
-        self.gain = 1.0  # expected tokens per ms, as a multiple of plain decoding's, lately
+        self.explored = 0  # requests, the first of them, that joint drafts for come what may
         self.stats = Stats(*np.zeros((3, K), int))
 
     @torch.inference_mode()
     def step(self) -> Step | None:
         """Admit, then one step for every request; None when there are none. Numbers: README.
 
-        ValueError: a plan without costs. FloatingPointError: logits not finite; it is spent then.
-        """
+        ValueError: a plan without costs. FloatingPointError: logits not finite: it is spent."""
         _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
         self.admit()
         slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
@@ -721,9 +733,9 @@ class Decoder:
         # The one read-back: a float64 table that holds ids and counts exactly.
         columns = finite.expand(R), num_verified, accepted, next_tokens, drafts, features, survival
         host = _read_back(torch.cat([x.view(R, -1) for x in columns], 1))
-        finite, counts, ids, *rest = np.split(host, [1, 4, 4 + K, 4 + 2 * K], axis=1)
-        done = Step(self.index[slots], *counts.T.astype(int), ids.astype(int), *rest, seconds={})
-        for name, values in ("target", finite), ("drafter", done.features):
+        ids, rest = host[:, 1:4 + K].astype(int), host[:, 4 + K:]
+        done = Step(self.index[slots], *ids[:, :3].T, ids[:, 3:], rest[:, :K], rest[:, K:], {})
+        for name, values in ("target", host[:, 0]), ("drafter", done.features):
             if not np.isfinite(values).all():
                 raise FloatingPointError(f"the {name} returned logits that are not finite")
         # 6. learn
@@ -737,16 +749,14 @@ class Decoder:
         """Budget of this step, LOSSLESS from earlier steps only; None: all that joint will draft.
 
         limits (R,): drafts that each can use. One step in each round of the estimator, in 10 at
-        most, drafts and verifies all: what is never verified is never learned again. (Joint, where
-        it costs most: of a 16th of the slots, 4 at least; the others' limits are set to 0.)
-        """
+        most, drafts and verifies all (joint, where that costs most: of a 16th of the requests, 4 at
+        least): what is never verified is never learned again."""
         explore = self.estimator and self.estimator.steps % max(self.estimator.refit_every, 10) == 0
-        if explore and self.plan == "joint":
-            limits[max(4, len(limits) // 16):] = 0
+        if self.plan == "joint":
+            self.explored = max(4, len(limits) // 16) if explore else 0
+            return None
         if explore or self.plan == "fixed":
             return int(limits.sum())
-        if self.plan == "joint":
-            return None
         survival = self.confidence[self.slots].cumprod(1)
         survival[np.arange(self.K) >= limits[:, None]] = -1.0
         return draft_budget(survival, self.cost)
@@ -755,49 +765,43 @@ class Decoder:
         """Up to `limits` (R,) tokens per request; priced (joint): no more than pay.
 
         Returns drafts (R, K), q (R, K, V; anything where nothing was drafted), features (R, K),
-        survival (R, K; -1: not drafted) and depths (R,).
-        """
+        survival (R, K; -1: not drafted) and depths (R,)."""
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
-        q, depths, alive = self.q[:R], np.zeros(R, int), np.ones(R)
-        self.passes, self.price, own = [], None, not isinstance(self.drafter, SlotLM)
-        if priced:
-            # Survivals to expect: by earlier steps, and below, where it can be read, by this one.
-            expected, plain = self.confidence[self.slots].cumprod(1), self.cost.verify(R)
-            rate, self.price = self.gain * R / plain, plain  # tokens per ms; ms
+        survival, self.passes = torch.full((R, K), -1.0, dtype=torch.float64, device=device), []
+        q, depths, own = self.q[:R], np.zeros(R, int), not isinstance(self.drafter, SlotLM)
+        read = self.lengths[self.slots] - (0 if own else self.drafter.cached[self.slots])
+        joint = JointPlan(self.confidence[self.slots], self.cost, self.explored) if priced else None
         for i in range(limits.max()):
             rows = np.flatnonzero((depths == i) & (limits > i))
-            slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
-            pending = np.ones(len(rows), int) if own else ends - self.drafter.cached[slots]
-            if priced:
+            if joint and len(rows):
                 # A first pass also reads a last draft that was accepted. What else the drafter has
                 # missed is not charged: it has to be read once, and would keep it behind for ever.
-                chosen, ms = worth_drafting(expected[rows, i], np.minimum(pending, 2), self.cost,
-                                            R + depths.sum(), rate)
-                rows, slots, ends, pending = (x[chosen] for x in (rows, slots, ends, pending))
-                self.price += ms
+                rows = joint.choose(rows, i, np.minimum(read[rows], 1 if own else 2), limits.max())
             if not len(rows):
                 break
-            depths[rows] += 1
-            self.passes.append(int(pending.sum()))  # the tokens of each
+            slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
+            self.passes.append(len(rows) if own else int(read[rows].sum()))  # tokens of each
+            depths[rows], read[rows] = i + 1, 1
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
             _need(len(logits) == len(rows), "drafter.logits", f"{len(rows)} rows", logits.shape)
             law, total = _warp(logits, **self.sampling)
             x, feature = sample(law, self.generator), _logit(total)  # (rows,)
-            row, slot, end = (torch.from_numpy(x).to(device) for x in (rows, slots, ends))
-            row = slice(None) if len(rows) == R else row  # all of them: no index needed
+            slot, end = (torch.from_numpy(x).to(device) for x in (slots, ends))
+            row = slice(None) if len(rows) == R else torch.from_numpy(rows).to(device)
             self.tokens[slot, end] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
             q[row, i, :law.shape[1]], q[row, i, law.shape[1]:] = law, 0.0
             features[row, i] = feature
             self.stats.proposed[i] += len(rows)
-            if priced and device.type in READ_FREELY and i + 1 < K:
-                alive[rows] *= self.estimator.predict(feature, i).numpy()
-                expected[rows, i + 1] = alive[rows] * self.confidence[slots, i + 1]
-        drawn = torch.from_numpy(np.arange(K) < depths[:, None]).to(device)  # (R, K)
-        confidence = self.estimator.predict(features) if self.estimator else drawn.double()
-        return drafts, q, features, confidence.cumprod(1).where(drawn, -1.0), depths
+            if joint and device.type in READ_FREELY:
+                joint.drew(rows, i, self.estimator.predict(feature.numpy(), i))
+        if self.passes:
+            drawn = torch.from_numpy(np.arange(K) < depths[:, None]).to(device)  # (R, K)
+            confidence = self.estimator.predict(features) if self.estimator else drawn.double()
+            survival = confidence.cumprod(1).where(drawn, survival)
+        return drafts, q, features, survival, depths
 
     def commit(self, done: Step, queries: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
@@ -828,13 +832,9 @@ class Decoder:
                               done.survival / np.maximum(before, 1e-9))  # (R, K)
         drawn = (done.survival >= 0).sum(0)
         self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * drawn + 80)
-        # A budget wants the spread of one step (as published); joint a forecast of each request, of
-        # which one step says little: a mean over some 5 steps.
+        # A budget wants the spread of one step (as published), joint a forecast of each request.
         share = 1.0 if self.plan == "verification" else 0.2
         self.confidence[slots] += share * (confidence - self.confidence[slots])
-        if self.price:  # joint: what drafting brings lately
-            tokens = 1 + done.survival.clip(0).sum() / len(slots)
-            self.gain += 0.03 * (tokens * self.cost.verify(len(slots)) / self.price - self.gain)
 
     def account(self, done: Step, queries: int, clock: list, began: float):
         """Where the time went, and what the cost table had said; it learns from the difference."""
@@ -848,18 +848,17 @@ class Decoder:
             return
         draft, verify, passes = self.cost.draft, self.cost.verify, np.array(self.passes)
         seconds["predicted"] = (draft(passes).sum() + verify(queries)) / 1e3
-        if self.cost.learning:
+        if self.cost.learning and self.stats.steps % 4 == 0:  # (learning takes time as well)
             if len(passes):
                 draft.learn(passes.mean(), seconds["draft"] * 1e3 / len(passes))
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
 
-    @torch.inference_mode()
     def admit(self):
         """Hand out finished requests and put new ones in their slots, as long as there are any."""
         for slot in np.flatnonzero(self.lengths >= self.ends):
             if self.index[slot] >= 0:
-                text = self.text[slot, self.start[slot]:self.lengths[slot]]
-                self.finished.append((int(self.index[slot]), text.tolist()))
+                text = self.text[slot, self.start[slot]:self.lengths[slot]].tolist()
+                self.finished.append((int(self.index[slot]), text))
             self.index[slot], (prompt, new) = next(self.requests, (-1, ((), 0)))
             if self.index[slot] < 0:
                 continue
@@ -894,8 +893,7 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     """Time real steps of this pair at the shapes they will have; arguments as in `generate`.
 
     prompts are repeated up to context_length tokens. Medians of `repeats` steps after a warm-up:
-    no draft verified in smaller batches, and budgets from none to all at max_batch_size requests.
-    """
+    no draft verified in smaller batches, budgets from none to all with max_batch_size requests."""
     K, B, n, _ = (_whole(name, value, 1) for name, value in (
         ("num_speculative_tokens", num_speculative_tokens), ("max_batch_size", max_batch_size),
         ("context_length", context_length), ("repeats", repeats)))
@@ -911,7 +909,9 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     decoder.admit, draft, verify = lambda: None, {}, {}
     # Requests, drafts and budget, and tokens of each request that the first drafter pass reads.
     shapes = [(R, K, 0, 1) for R in sorted({1, -(-B // 4), -(-B // 2), B})]
-    shapes += [(B, K, int(K * B * share), 1) for share in (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)]
+    # (Below 9 tokens each number: where a matrix library changes its ways, costs jump.)
+    budgets = {int(K * B * share) for share in (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)}
+    shapes += [(B, K, b, 1) for b in budgets.union(range(1, min(K * B, 8 - B) + 1))]
     times = {shape: [] for shape in (*shapes, (B, 1, 0, min(n, 4)))}
     for _ in range(repeats + 1):  # they take turns, so that a busy moment of the machine hits all
         for (R, depth, budget, read), rounds in times.items():
@@ -945,8 +945,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     Same seed, inputs, device, estimator and cost table built from points: same tokens (a measured
     table learns from the clock: same distribution). Raises ValueError before any work;
     NotImplementedError if a first pass shows that a model does not fit; FloatingPointError for
-    logits that are not finite.
-    """
+    logits that are not finite."""
     K = _whole("num_speculative_tokens", num_speculative_tokens, 0, 1000)
     law = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     _need(on_step is None or callable(on_step), "on_step", "None or callable", on_step)
