@@ -44,6 +44,10 @@ from transformers import AttentionInterface, PreTrainedModel
 READ_FREELY = {"cpu"}  # where reading a tensor on the host waits for nothing
 
 
+def _send(x, device):
+    return torch.from_numpy(x).to(device, non_blocking=True)  # the host does not wait
+
+
 def _need(ok, name, what, value):
     if not ok:
         raise ValueError(f"{name} must be {what}, got {value!r}")
@@ -230,7 +234,7 @@ class AcceptanceEstimator:
         if not isinstance(features, Tensor):
             logit = self.slope * np.asarray(features, float) + self.intercepts[position]
             return 0.5 + 0.5 * np.tanh(0.5 * logit)
-        intercepts = torch.from_numpy(self.intercepts).to(features.device)[position]
+        intercepts = _send(self.intercepts, features.device)[position]
         return torch.sigmoid(self.slope * features.double() + intercepts)
 
     def observe(self, features, num_verified, accepted) -> None:
@@ -385,9 +389,8 @@ class JointPlan:
         ms = first[:, None] + later * self.draft_ms[n] + verify_ms[n * (later + 1)]  # (n, L)
         gain = worth[order].cumsum(0).cumsum(1) - ms  # of the best 1, 2, ... in 1, 2, ... passes
         best = max([g.argmax() + 1 for g in (gain[:, 0], gain.max(1)) if g.max() > 0], default=0)
-        if best:
-            self.spent += (first[best - 1] + verify_ms[best]) / best
-            self.drawn += best
+        self.spent += (first[best - 1] + verify_ms[best]) / best if best else 0
+        self.drawn += best
         return np.sort(rows[order[:best]])
 
     def drew(self, rows: np.ndarray, i: int, confidence: np.ndarray):
@@ -428,7 +431,7 @@ class Ragged:
         table = np.zeros((3, rows[-1] + 1), int)
         table[:, rows] = slots, cached, pending
         free = device.type in READ_FREELY  # then in numpy, in a third of torch's time
-        put = (lambda x: x) if free else (lambda x: torch.from_numpy(x).to(device))
+        put = (lambda x: x) if free else (lambda x: _send(x, device))
         xp, slot, start, known = np if free else torch, *put(table)  # (r,), r >= R
         counts = known + 0  # (r,) query tokens
         if drafts is not None:
@@ -686,7 +689,7 @@ class Decoder:
         self.sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         self.generator.seed() if seed is None else self.generator.manual_seed(seed)
         self.requests = (x for x in enumerate(requests) if x[1][1] > 0)  # who wants any tokens
-        self.finished = []
+        self.finished, self.explored = [], 0  # (joint) the first requests, drafted at any price
         # By slot. Committed text, then this step's drafts, which count once they are accepted.
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
         self.text = np.zeros((B, max_length), int)  # the host's copy, without drafts
@@ -696,7 +699,6 @@ class Decoder:
         self.p, self.q = (torch.zeros(shape, device=self.device, dtype=torch.float32)
                           for shape in ((B * (K + 1), V), (B, K, V)))  # kept: allocating costs
         self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
-        self.explored = 0  # requests, the first of them, that joint drafts for come what may
         self.stats = Stats(*np.zeros((3, K), int))
 
     @torch.inference_mode()
@@ -720,7 +722,7 @@ class Decoder:
         clock.append(_mark(device))
         # 3. trim
         num_verified = trim(survival[:, :d], budget) if budget < depths.sum() else (
-            torch.from_numpy(depths).to(device))  # (R,)
+            _send(depths, device))  # (R,)
         # 4. verify: (requests + budget) query tokens; a trimmed draft is not among them
         logits = self.target.logits(self.tokens, lengths, slots, num_verified, budget)
         clock.append(_mark(device))
@@ -728,8 +730,7 @@ class Decoder:
         p, total = _warp(logits, **self.sampling, out=self.p[:len(logits)])  # (R + budget, V)
         finite = total.sum(dtype=torch.float64)  # iff all logits are, or -inf beside finite ones
         accepted, next_tokens = verify(p, q[:, :d], drafts[:, :d], num_verified, self.generator)
-        slot, end = (torch.from_numpy(x).to(device) for x in (slots, lengths))
-        self.tokens[slot, end + accepted] = next_tokens  # accepted drafts are in place already
+        self.tokens[_send(slots, device), _send(lengths, device) + accepted] = next_tokens
         # The one read-back: a float64 table that holds ids and counts exactly.
         columns = finite.expand(R), num_verified, accepted, next_tokens, drafts, features, survival
         host = _read_back(torch.cat([x.view(R, -1) for x in columns], 1))
@@ -788,8 +789,8 @@ class Decoder:
             _need(len(logits) == len(rows), "drafter.logits", f"{len(rows)} rows", logits.shape)
             law, total = _warp(logits, **self.sampling)
             x, feature = sample(law, self.generator), _logit(total)  # (rows,)
-            slot, end = (torch.from_numpy(x).to(device) for x in (slots, ends))
-            row = slice(None) if len(rows) == R else torch.from_numpy(rows).to(device)
+            slot, end = _send(slots, device), _send(ends, device)
+            row = slice(None) if len(rows) == R else _send(rows, device)
             self.tokens[slot, end] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
             q[row, i, :law.shape[1]], q[row, i, law.shape[1]:] = law, 0.0
@@ -798,7 +799,7 @@ class Decoder:
             if joint and device.type in READ_FREELY:
                 joint.drew(rows, i, self.estimator.predict(feature.numpy(), i))
         if self.passes:
-            drawn = torch.from_numpy(np.arange(K) < depths[:, None]).to(device)  # (R, K)
+            drawn = _send(np.arange(K) < depths[:, None], device)  # (R, K)
             confidence = self.estimator.predict(features) if self.estimator else drawn.double()
             survival = confidence.cumprod(1).where(drawn, survival)
         return drafts, q, features, survival, depths
@@ -848,7 +849,7 @@ class Decoder:
             return
         draft, verify, passes = self.cost.draft, self.cost.verify, np.array(self.passes)
         seconds["predicted"] = (draft(passes).sum() + verify(queries)) / 1e3
-        if self.cost.learning and self.stats.steps % 4 == 0:  # (learning takes time as well)
+        if self.cost.learning and self.stats.steps % 2 == 1:  # (it takes time; 1: some explore)
             if len(passes):
                 draft.learn(passes.mean(), seconds["draft"] * 1e3 / len(passes))
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
@@ -867,8 +868,8 @@ class Decoder:
             _need(n + new <= self.tokens.shape[1], "a request's length, prompt and new tokens,",
                   f"in 1..{self.tokens.shape[1]}", n + new)
             self.ends[slot] = n + new
-            self.tokens[slot, :n] = torch.tensor(prompt).to(self.device)
             self.text[slot, :n] = prompt
+            self.tokens[slot, :n] = _send(self.text[slot, :n], self.device)
             self.confidence[slot] = self.mean_confidence  # nothing else is known
             for model in self.models:
                 model.reset(slot)
