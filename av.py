@@ -372,7 +372,7 @@ class JointPlan:
         self.usual, self.expected = confidence, confidence.cumprod(1)  # chances to survive
         self.draft_ms = cost.draft(np.arange(2 * R + 1))  # of a pass over 0, 1, ... tokens
         self.verify_ms = cost.verify(np.arange(R, R * (K + 1) + 1))  # of 0, 1, ... drafts
-        self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
+        self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # (ms each)
 
     def choose(self, rows: np.ndarray, i: int, read: np.ndarray, end: int) -> np.ndarray:
         """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
@@ -749,9 +749,9 @@ class Decoder:
     def choose(self, limits):
         """Budget of this step, LOSSLESS from earlier steps only; None: all that joint will draft.
 
-        limits (R,): drafts that each can use. One step in each round of the estimator, in 10 at
-        most, drafts and verifies all (joint, where that costs most: of a 16th of the requests, 4 at
-        least): what is never verified is never learned again."""
+        limits (R,): drafts that each can use. One step in each round of the estimator, but no more
+        than each tenth, drafts and verifies all (joint, where that costs most: of a 16th of the
+        requests, 4 at least): what is never verified is never learned again."""
         explore = self.estimator and self.estimator.steps % max(self.estimator.refit_every, 10) == 0
         if self.plan == "joint":
             self.explored = max(4, len(limits) // 16) if explore else 0

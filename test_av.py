@@ -1016,6 +1016,8 @@ def test_joint_expects_the_next_drafts_to_be_like_the_last_one():
         assert plan.expected == pytest.approx(np.array([[0.8, 0.56, 0.392]]))
         plan.explored = 0
         assert len(plan.choose(one, 1, np.array([1]), 3)) == drawn
+        plan.drew(one, 1, np.array([0.5]))  # it survives only if the first does
+        assert plan.expected[0, :2] == pytest.approx([0.8, 0.4])
 
 
 def test_prompts_in_a_step_do_not_change_what_is_verified():
