@@ -117,11 +117,11 @@ def _cut(weights, total, top_k, top_p, n):
     before = top.cumsum(-1) - top  # the first token has 0, and stays however small top_p is
     last = top.masked_fill(before >= max(top_p, 1e-30) * whole, torch.inf)
     kept = top * (top >= last.amin(-1, keepdim=True))
-    short = (kept if whole is total else top)[..., -1]  # > 0: more may have to be kept
-    again = weights[short > 0] if n < V and short.any() else None
+    short = (kept if whole is total else top)[..., -1] > 0
+    again = weights[short] if n < V and short.any() else None
     law = weights.zero_().scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
     if again is not None:
-        law[short > 0] = _cut(again, total[short > 0], top_k, top_p, 8 * n)
+        law[short] = _cut(again, total[short], top_k, top_p, 8 * n)
     return law
 
 
@@ -372,7 +372,7 @@ class JointPlan:
         self.usual, self.expected = confidence, confidence.cumprod(1)  # chances to survive
         self.draft_ms = cost.draft(np.arange(2 * R + 1))  # of a pass over 0, 1, ... tokens
         self.verify_ms = cost.verify(np.arange(R, R * (K + 1) + 1))  # of 0, 1, ... drafts
-        self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # (ms each)
+        self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
 
     def choose(self, rows: np.ndarray, i: int, read: np.ndarray, end: int) -> np.ndarray:
         """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
@@ -608,7 +608,7 @@ class SlotLM:
         self.cached[slot] = 0
 
 
-# ---- 7. The loop. A plan is what `choose` says: a budget, or (joint) that each pass has to pay.
+# ---- 7. The loop. A plan is what `choose` says: a budget, or a JointPlan: each pass has to pay.
 
 
 @dataclass
@@ -689,7 +689,7 @@ class Decoder:
         self.sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         self.generator.seed() if seed is None else self.generator.manual_seed(seed)
         self.requests = (x for x in enumerate(requests) if x[1][1] > 0)  # who wants any tokens
-        self.finished, self.explored = [], 0  # (joint) the first requests, drafted at any price
+        self.finished = []
         # By slot. Committed text, then this step's drafts, which count once they are accepted.
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
         self.text = np.zeros((B, max_length), int)  # the host's copy, without drafts
@@ -714,10 +714,11 @@ class Decoder:
             return None
         # 0. plan. LOSSLESS: the budget is fixed before anything of this step is drawn.
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
-        budget = self.choose(limits)
+        plan = self.choose(limits)
+        joint = plan if isinstance(plan, JointPlan) else None
         # 1 + 2. draft, score
-        drafts, q, features, survival, depths = self.draw(limits, budget is None)
-        d, budget = depths.max(), depths.sum() if budget is None else budget  # (d: columns in use)
+        drafts, q, features, survival, depths = self.draw(limits, joint)
+        d, budget = depths.max(), joint.drawn if joint else plan  # (d: columns in use)
         queries = int((lengths - self.target.cached[slots]).sum() + budget)  # R + budget + prompts
         clock.append(_mark(device))
         # 3. trim
@@ -747,23 +748,23 @@ class Decoder:
         return done
 
     def choose(self, limits):
-        """Budget of this step, LOSSLESS from earlier steps only; None: all that joint will draft.
+        """Budget of this step, LOSSLESS from earlier steps only; or a JointPlan (verifies all).
 
         limits (R,): drafts that each can use. One step in each round of the estimator, but no more
         than each tenth, drafts and verifies all (joint, where that costs most: of a 16th of the
         requests, 4 at least): what is never verified is never learned again."""
         explore = self.estimator and self.estimator.steps % max(self.estimator.refit_every, 10) == 0
         if self.plan == "joint":
-            self.explored = max(4, len(limits) // 16) if explore else 0
-            return None
+            explored = max(4, len(limits) // 16) if explore else 0
+            return JointPlan(self.confidence[self.slots], self.cost, explored)
         if explore or self.plan == "fixed":
             return int(limits.sum())
         survival = self.confidence[self.slots].cumprod(1)
         survival[np.arange(self.K) >= limits[:, None]] = -1.0
         return draft_budget(survival, self.cost)
 
-    def draw(self, limits, priced):
-        """Up to `limits` (R,) tokens per request; priced (joint): no more than pay.
+    def draw(self, limits, joint):
+        """Up to `limits` (R,) tokens per request; with a JointPlan no more than pay.
 
         Returns drafts (R, K), q (R, K, V; anything where nothing was drafted), features (R, K),
         survival (R, K; -1: not drafted) and depths (R,)."""
@@ -773,7 +774,6 @@ class Decoder:
         survival, self.passes = torch.full((R, K), -1.0, dtype=torch.float64, device=device), []
         q, depths, own = self.q[:R], np.zeros(R, int), not isinstance(self.drafter, SlotLM)
         read = self.lengths[self.slots] - (0 if own else self.drafter.cached[self.slots])
-        joint = JointPlan(self.confidence[self.slots], self.cost, self.explored) if priced else None
         for i in range(limits.max()):
             rows = np.flatnonzero((depths == i) & (limits > i))
             if joint and len(rows):
@@ -849,7 +849,7 @@ class Decoder:
             return
         draft, verify, passes = self.cost.draft, self.cost.verify, np.array(self.passes)
         seconds["predicted"] = (draft(passes).sum() + verify(queries)) / 1e3
-        if self.cost.learning and self.stats.steps % 2 == 1:  # (it takes time; 1: some explore)
+        if self.cost.learning and self.stats.steps % 2 == 1:  # (odd: exploring ones are among them)
             if len(passes):
                 draft.learn(passes.mean(), seconds["draft"] * 1e3 / len(passes))
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))

@@ -724,16 +724,16 @@ def sweep(run: Run, args):
 
     def rows(load, arms):
         points[load], best = arms, max(arms[:-2], key=lambda arm: arm.rate)
+        spread = lambda x: f"{statistics.median(x):.2f} [{min(x):.2f}..{max(x):.2f}]"
         for arm in arms:
-            share = arm.over(best)
             print(f"{load:6}  {arm.name:13}{arm.rate:8.0f} {arm.spread:16}{arm.rate / load:11.1f}"
-                  f"   {statistics.median(share):.2f} [{min(share):.2f}..{max(share):.2f}]"
-                  + " <- best fixed K" * (arm is best), flush=True)
+                  f"   {spread(arm.over(best))}" + " <- best fixed K" * (arm is best), flush=True)
+        # The best of eight by the same noisy rounds flatters the eight: so chosen by the others.
         for arm in arms[-2:] if run.rounds > 1 else ():
             share = [rate / max(arms[:-2], key=lambda a: statistics.median(
                 a.rates[:i] + a.rates[i + 1:])).rates[i] for i, rate in enumerate(arm.rates)]
             print(f"{'':8}{arm.name} against the fixed K that is best in all other rounds: "
-                  f"{statistics.median(share):.2f} [{min(share):.2f}..{max(share):.2f}]")
+                  f"{spread(share)}")
 
     try:
         for load in run.loads:

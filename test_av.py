@@ -1039,7 +1039,8 @@ def test_prompts_in_a_step_do_not_change_what_is_verified():
         for second, depths in (0.2, [1, 1]), (0.15, [1, 0]):
             decoder.confidence[1, 0] = second
             decoder.drafter.commit(decoder.slots, decoder.lengths)
-            assert decoder.draw(np.array([1, 1]), True)[4].tolist() == depths, pending
+            joint = av.JointPlan(decoder.confidence, line)
+            assert decoder.draw(np.array([1, 1]), joint)[4].tolist() == depths, pending
 
 
 def test_trim_takes_the_best_slots_as_prefixes():
