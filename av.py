@@ -82,47 +82,46 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float 
 
 
 def _warp(logits, temperature, top_k, top_p, out=None):
-    """The law, in `out` if given, and what its weights summed to before any cut: 1 / q_max."""
-    weights = _weights(logits, temperature or 1.0, out)
-    total = weights.sum(-1, keepdim=True)
+    """The law, in `out` if given, and (...,) its largest probability before any cut."""
+    law = _softmax(logits, temperature or 1.0, out)
     if temperature == 0:
-        law = weights.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    elif top_p == 1 and not 0 < top_k < logits.shape[-1]:
-        law = weights.div_(total)
+        best = logits.argmax(-1, keepdim=True)
+        q_max = law.gather(-1, best)[..., 0]
+        law.zero_().scatter_(-1, best, 1.0)
     else:
-        law = _cut(weights, total, top_k, top_p, max(64, top_k + 1))
-    return law, total[..., 0]
+        cut = top_p < 1 or 0 < top_k < logits.shape[-1]
+        q_max = _cut(law, top_k, top_p, max(64, top_k + 1)) if cut else law.amax(-1)
+    return law, q_max
 
 
-def _weights(logits, temperature, out=None):
-    """exp((logits - max) / temperature): probabilities but for a factor, the largest of them 1."""
+def _softmax(logits, temperature, out=None):
     logits = logits.float()
-    weights = torch.sub(logits, logits.amax(-1, keepdim=True), out=out)
-    # The maximum went first: a tiny temperature underflows to exp(-inf) = 0, never to inf - inf.
-    return (weights if temperature == 1 else weights.div_(max(temperature, 1e-30))).exp_()
+    if temperature != 1:
+        # Less the maximum: a tiny temperature then underflows to exp(-inf) = 0, never to inf - inf.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+    return torch.softmax(logits, -1, out=out)
 
 
-def _cut(weights, total, top_k, top_p, n):
-    """Law of the heaviest tokens that top-k and then top-p leave; overwrites `weights`.
+def _cut(law, top_k, top_p, n):
+    """Leave `law` the heaviest tokens, by top-k and then top-p; returns its largest from before.
 
     Looks at the n heaviest tokens of each row only, which needs no sort of V; a row that keeps all
     of them may need more, and is looked at again. Where reading that waits, n is V at once."""
-    V = weights.shape[-1]
-    n = min(n, V) if weights.device.type in READ_FREELY else V
-    top, at = _largest(weights, n)  # (..., n), descending
-    whole = total
-    if 0 < top_k < V:
-        top = top * (top >= top[..., top_k - 1, None])
-        whole = top.sum(-1, keepdim=True)
-    before = top.cumsum(-1) - top  # the first token has 0, and stays however small top_p is
-    last = top.masked_fill(before >= max(top_p, 1e-30) * whole, torch.inf)
-    kept = top * (top >= last.amin(-1, keepdim=True))
-    short = (kept if whole is total else top)[..., -1] > 0
-    again = weights[short] if n < V and short.any() else None
-    law = weights.zero_().scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
+    V = law.shape[-1]
+    n = min(n, V) if law.device.type in READ_FREELY else V
+    top, at = _largest(law, n)  # (..., n), descending
+    by_k = 0 < top_k < V
+    few = top * (top >= top[..., top_k - 1, None]) if by_k else top
+    whole = few.sum(-1, keepdim=True) if by_k else 1.0
+    last = (few.cumsum(-1)[..., :-1] < top_p * whole).sum(-1, keepdim=True)
+    kept = few * (few >= few.gather(-1, last))  # the first one stays however small top_p is
+    short = (few if by_k else kept)[..., -1] > 0
+    again = law[short] if n < V and short.any() else None
+    law.zero_().scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
     if again is not None:
-        law[short] = _cut(again, total[short], top_k, top_p, 8 * n)
-    return law
+        _cut(again, top_k, top_p, 8 * n)
+        law[short] = again
+    return top[..., 0]
 
 
 def _largest(x, n):
@@ -183,11 +182,11 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     accepted = accept.long().cumprod(1).sum(1)  # (B,) up to the first rejection
     # subtle: the next token comes from row `accepted`, whichever draft was rejected there or none.
     p_next = p[first + accepted]  # (B, V)
-    rejected = (accepted < num_verified)[:, None]
-    q_next = q[torch.arange(B, device=p.device), accepted.clamp(max=K - 1)] * rejected
-    residual = (p_next - q_next).clamp(min=0)
+    q_next = q[torch.arange(B, device=p.device), accepted.clamp(max=K - 1)]
+    rejected = (accepted < num_verified)[:, None].to(q.dtype)
+    residual = torch.addcmul(p_next, q_next, rejected, value=-1).clamp_(min=0)
     # subtle: rounding can leave a residual of zero mass (p = q); its limit is p itself.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    residual = residual.where(residual.sum(-1, keepdim=True) > 0, p_next)
     return accepted, sample(residual, generator)
 
 
@@ -198,13 +197,12 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-odds of the drafter's most likely token, (..., V) -> (...,), clamped to +-10.
 
     LOSSLESS: reads the law, never the drawn token. Taken before top-k and top-p, which often leave
-    one token (q_max = 1, no information); temperature 0 uses the unscaled logits. The weight of the
-    maximum is 1, so the odds are 1 to the sum of the others, and q_max -> 1 does not overflow."""
-    return _logit(_weights(logits, temperature or 1.0).sum(-1))
+    one token (q_max = 1, no information); temperature 0 uses the unscaled logits."""
+    return _logit(_softmax(logits, temperature or 1.0).amax(-1))
 
 
-def _logit(total):
-    return -(total - 1).log().clamp(-10.0, 10.0)
+def _logit(q_max):
+    return q_max.logit(1e-6).clamp(-10.0, 10.0)
 
 
 class AcceptanceEstimator:
@@ -373,19 +371,22 @@ class JointPlan:
         self.draft_ms = cost.draft(np.arange(2 * R + 1))  # of a pass over 0, 1, ... tokens
         self.verify_ms = cost.verify(np.arange(R, R * (K + 1) + 1))  # of 0, 1, ... drafts
         self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
+        n, slope = np.arange(1, R + 1), (self.verify_ms[-1] - self.verify_ms[0]) / (R * K)
+        self.pad_ms = slope / 4 * np.minimum(R - n, 16 * n)  # of attention, if n go deeper
 
     def choose(self, rows: np.ndarray, i: int, read: np.ndarray, end: int) -> np.ndarray:
         """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
 
         read (n,): what the pass reads of each. A draft that survives saves what a token costs, if
-        the step ends here. Looks ahead to position `end`, for costs may be a staircase."""
+        the step ends here. Looks ahead to position `end`, for costs may be a staircase. A batch of
+        uneven depths pads (see `Ragged`): each other request by a query, a quarter of a token."""
         token = self.spent / (1 + self.expected[rows, :i].sum(1))  # (n,) ms
         worth = self.expected[rows, i:end] * token[:, None]  # (n, L) of this draft, the next, ...
         worth[rows < self.explored, 0] = 1e6
         order = (-worth[:, 0]).argsort(kind="stable")
         n, later = np.arange(1, len(rows) + 1)[:, None], np.arange(end - i)
         verify_ms = self.verify_ms[self.drawn:] - self.verify_ms[self.drawn]
-        first = self.draft_ms[read[order].cumsum()]  # (n,) this pass, for the best 1, 2, ...
+        first = self.draft_ms[read[order].cumsum()] + self.pad_ms[:len(rows)]  # (n,) this pass
         ms = first[:, None] + later * self.draft_ms[n] + verify_ms[n * (later + 1)]  # (n, L)
         gain = worth[order].cumsum(0).cumsum(1) - ms  # of the best 1, 2, ... in 1, 2, ... passes
         best = max([g.argmax() + 1 for g in (gain[:, 0], gain.max(1)) if g.max() > 0], default=0)
@@ -459,12 +460,12 @@ class Ragged:
         self.layers, self.calls, self.place = set(), [], None  # layers: that have attended
         for lo, hi, w in [(0, n, width)] + [(i, i + 1, widths[i]) for i in long]:
             at = xp.arange(w, device=str(device))
-            take = xp.clip(first[lo:hi, None] + at, None, T - 1).reshape(-1)
             keys = (cached + np.minimum(widths, w))[lo:hi]
             masks = {None: None} if w == 1 and free and keys.min() == keys.max() else {}
             self.calls.append((  # cache rows, packed queries, their positions, keys to see, masks
                 slice(slots[0] + lo, slots[0] + hi) if dense else torch.as_tensor(slot[lo:hi]),
-                None if self.unpadded else torch.as_tensor(take),
+                None if self.unpadded else torch.as_tensor(
+                    xp.clip(first[lo:hi, None] + at, None, T - 1).reshape(-1)),
                 torch.as_tensor(start[lo:hi, None] + at), int(keys.max()), masks))
         if not self.unpadded:  # where each token is in the outputs of all calls
             starts = np.arange(n) * width
@@ -668,17 +669,16 @@ class Decoder:
         _check_law(temperature, top_k, top_p)
         _need(plan in PLANS, "plan", f"one of {PLANS}", plan)
         _need(cost is None or isinstance(cost, CostTable), "cost", "a CostTable", cost)
-        seed = None if seed is None else _whole("seed", seed, 0)
         V, _ = _check_pair(target, drafter, K)
         self.eos = _end_tokens(eos_token_id, V)
-        self.device, self.generator = target.device, torch.Generator(target.device)
+        self.device, g = target.device, torch.Generator(target.device)
+        self.generator = g.manual_seed(g.seed() if seed is None else _whole("seed", seed, 0))
         self.plan, self.cost, self.estimator = plan if K else "fixed", cost, estimator
         if self.plan != "fixed" and estimator is None:
             self.estimator = AcceptanceEstimator(K)
         elif estimator is not None:
-            _need(isinstance(estimator, AcceptanceEstimator), "estimator", "one", estimator)
-            got = len(estimator.intercepts)
-            _need(got == K, "estimator", f"one of K = {K}", f"K = {got}")
+            k = isinstance(estimator, AcceptanceEstimator) and estimator.num_speculative_tokens
+            _need(k == K, "estimator", f"an AcceptanceEstimator of K = {K}", k or estimator)
         self.target = SlotLM(target, B, max_length, K)
         if isinstance(drafter, SlotLM):
             _need(drafter.shape[0] >= B and drafter.shape[1] >= max_length, "drafter",
@@ -687,9 +687,7 @@ class Decoder:
         self.drafter = drafter if own else SlotLM(drafter, B, max_length)
         self.models = [self.target, self.drafter] if K else [self.target]
         self.sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-        self.generator.seed() if seed is None else self.generator.manual_seed(seed)
         self.requests = (x for x in enumerate(requests) if x[1][1] > 0)  # who wants any tokens
-        self.finished = []
         # By slot. Committed text, then this step's drafts, which count once they are accepted.
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
         self.text = np.zeros((B, max_length), int)  # the host's copy, without drafts
@@ -697,9 +695,9 @@ class Decoder:
         self.index, self.slots = np.full(B, -1), np.arange(0)  # request of each slot; those in use
         self.confidence = np.ones((B, K))  # to be expected of each request's next step
         self.p, self.q = (torch.zeros(shape, device=self.device, dtype=torch.float32)
-                          for shape in ((B * (K + 1), V), (B, K, V)))  # kept: allocating costs
+                          for shape in ((B * (K + 1), V), (K, B, V)))  # kept: allocating costs
         self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
-        self.stats = Stats(*np.zeros((3, K), int))
+        self.stats, self.finished = Stats(*np.zeros((3, K), int)), []
 
     @torch.inference_mode()
     def step(self) -> Step | None:
@@ -728,8 +726,8 @@ class Decoder:
         logits = self.target.logits(self.tokens, lengths, slots, num_verified, budget)
         clock.append(_mark(device))
         # 5. accept
-        p, total = _warp(logits, **self.sampling, out=self.p[:len(logits)])  # (R + budget, V)
-        finite = total.sum(dtype=torch.float64)  # iff all logits are, or -inf beside finite ones
+        p, top = _warp(logits, **self.sampling, out=self.p[:len(logits)])  # (R + budget, V)
+        finite = top.sum(dtype=torch.float64)  # iff all logits are, or -inf beside finite ones
         accepted, next_tokens = verify(p, q[:, :d], drafts[:, :d], num_verified, self.generator)
         self.tokens[_send(slots, device), _send(lengths, device) + accepted] = next_tokens
         # The one read-back: a float64 table that holds ids and counts exactly.
@@ -772,7 +770,8 @@ class Decoder:
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
         survival, self.passes = torch.full((R, K), -1.0, dtype=torch.float64, device=device), []
-        q, depths, own = self.q[:R], np.zeros(R, int), not isinstance(self.drafter, SlotLM)
+        q, depths = self.q[:, :R].transpose(0, 1), np.zeros(R, int)
+        own = not isinstance(self.drafter, SlotLM)
         read = self.lengths[self.slots] - (0 if own else self.drafter.cached[self.slots])
         for i in range(limits.max()):
             rows = np.flatnonzero((depths == i) & (limits > i))
@@ -787,13 +786,15 @@ class Decoder:
             depths[rows], read[rows] = i + 1, 1
             logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
             _need(len(logits) == len(rows), "drafter.logits", f"{len(rows)} rows", logits.shape)
-            law, total = _warp(logits, **self.sampling)
-            x, feature = sample(law, self.generator), _logit(total)  # (rows,)
+            own_q = len(rows) == R and logits.shape[1] == V
+            law, q_max = _warp(logits, **self.sampling, out=q[:, i] if own_q else None)
+            x, feature = sample(law, self.generator), _logit(q_max)  # (rows,)
             slot, end = _send(slots, device), _send(ends, device)
             row = slice(None) if len(rows) == R else _send(rows, device)
             self.tokens[slot, end] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
-            q[row, i, :law.shape[1]], q[row, i, law.shape[1]:] = law, 0.0
+            if not own_q:
+                q[row, i, :law.shape[1]], q[row, i, law.shape[1]:] = law, 0.0
             features[row, i] = feature
             self.stats.proposed[i] += len(rows)
             if joint and device.type in READ_FREELY:
@@ -828,9 +829,8 @@ class Decoder:
             return
         # What the next step may expect, by position: what the request showed in this one, and where
         # nothing was drafted, what requests do: their mean, over some 5 steps or 80 drafts.
-        before = np.concatenate([np.ones((len(slots), 1)), done.survival], 1)[:, :K]
         confidence = np.where(done.survival < 0, self.mean_confidence,
-                              done.survival / np.maximum(before, 1e-9))  # (R, K)
+                              self.estimator.predict(done.features))  # (R, K)
         drawn = (done.survival >= 0).sum(0)
         self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * drawn + 80)
         # A budget wants the spread of one step (as published), joint a forecast of each request.

@@ -984,7 +984,9 @@ def test_joint_drafts_for_the_requests_that_gain_most():
                             dict(enumerate((1 + (steps + 0.01).cumsum()).tolist(), 1)))
         plan = av.JointPlan(rng.random((n, K)) ** 0.5, cost)
         token, survival = float(cost.verify(n)) / n, plan.usual.cumprod(1)
-        price = lambda k, m: m * cost.draft(k) + cost.verify(n + m * k) - cost.verify(n)
+        pad = (cost.verify(n * (K + 1)) - cost.verify(n)) / (4 * n * K)  # ms of one query of it
+        price = lambda k, m: (m * cost.draft(k) + cost.verify(n + m * k) - cost.verify(n)
+                              + pad * min(n - k, 16 * k))
         gain = lambda rows, m: (survival[list(rows), :m].sum() * token - price(len(rows), m)
                                 if len(rows) else 0.0)
         now = max((rows for k in range(n + 1) for rows in itertools.combinations(range(n), k)),
@@ -1034,9 +1036,10 @@ def test_prompts_in_a_step_do_not_change_what_is_verified():
         decoder.confidence[:] = [[0.9, 2 / 9], [0.3, 1 / 3]]
         decoder.ends[:] = decoder.lengths + 9
         assert decoder.choose(np.array([2, 2])) == 2, pending
-        # Joint: a slot costs 1.01 ms, at 2 / 12 tokens per ms: .9 and .2 pay, .15 does not.
+        # Joint: a slot costs 1.01 ms (.25 of it for pads, if one of the two is left out), and a
+        # token 12 / 2: .9 pays, and of the others .15 (.9 ms for 1.01 - .25), but not .12 (.72).
         decoder.plan, decoder.confidence[:, 1] = "joint", 0
-        for second, depths in (0.2, [1, 1]), (0.15, [1, 0]):
+        for second, depths in (0.15, [1, 1]), (0.12, [1, 0]):
             decoder.confidence[1, 0] = second
             decoder.drafter.commit(decoder.slots, decoder.lengths)
             joint = av.JointPlan(decoder.confidence, line)
@@ -1161,7 +1164,8 @@ def test_no_device_is_mixed_and_a_step_reads_back_once(plan, monkeypatch):
         return host
 
     monkeypatch.setattr(av, "_read_back", answer)
-    monkeypatch.setattr(torch, "Generator", lambda device: type("G", (), dict(seed=lambda s: 0))())
+    G = type("G", (), dict(seed=lambda g: 0, manual_seed=lambda g, seed: g))
+    monkeypatch.setattr(torch, "Generator", lambda device: G())
     draw = torch.rand  # a fake device has no generator
     monkeypatch.setattr(torch, "rand", lambda *shape, generator, **kw: draw(*shape, **kw))
     with FakeTensorMode():
