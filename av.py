@@ -78,32 +78,34 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float 
     Temperature, then top-k (0: off), then top-p, as transformers and vLLM order them; what ties
     with the last one kept is kept. Temperature 0 is the one-hot case of the same law."""
     _check_law(temperature, top_k, top_p)
-    return _warp(logits, temperature, top_k, top_p)[0]
+    return _warp(logits, temperature, int(top_k), top_p)[0]
 
 
 def _warp(logits, temperature, top_k, top_p, out=None):
     """The law, in `out` if given, and (...,) its largest probability before any cut."""
-    law = _softmax(logits, temperature or 1.0, out)
-    if temperature == 0:
-        best = logits.argmax(-1, keepdim=True)
-        q_max = law.gather(-1, best)[..., 0]
-        law.zero_().scatter_(-1, best, 1.0)
+    law, total = _softmax(logits, temperature or 1.0, out)
+    if temperature > 0 and (top_p < 1 or 0 < top_k < logits.shape[-1]):
+        top = _cut(law, total, top_k, top_p, max(64, top_k + 1))
     else:
-        cut = top_p < 1 or 0 < top_k < logits.shape[-1]
-        q_max = _cut(law, top_k, top_p, max(64, top_k + 1)) if cut else law.amax(-1)
-    return law, q_max
+        top = law.amax(-1)
+        law.div_(total)
+    if temperature == 0:
+        law.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return law, top / total[..., 0]
 
 
 def _softmax(logits, temperature, out=None):
+    """Probabilities but for their sums, which in float32 may be off by 5e-4 for a large V."""
     logits = logits.float()
     if temperature != 1:
         # Less the maximum: a tiny temperature then underflows to exp(-inf) = 0, never to inf - inf.
         logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
-    return torch.softmax(logits, -1, out=out)
+    law = torch.softmax(logits, -1, out=out)
+    return law, law.sum(-1, keepdim=True)
 
 
-def _cut(law, top_k, top_p, n):
-    """Leave `law` the heaviest tokens, by top-k and then top-p; returns its largest from before.
+def _cut(law, total, top_k, top_p, n):
+    """Leave `law`, of sum total, what top-k and then top-p keep; returns its largest from before.
 
     Looks at the n heaviest tokens of each row only, which needs no sort of V; a row that keeps all
     of them may need more, and is looked at again. Where reading that waits, n is V at once."""
@@ -111,15 +113,16 @@ def _cut(law, top_k, top_p, n):
     n = min(n, V) if law.device.type in READ_FREELY else V
     top, at = _largest(law, n)  # (..., n), descending
     by_k = 0 < top_k < V
-    few = top * (top >= top[..., top_k - 1, None]) if by_k else top
-    whole = few.sum(-1, keepdim=True) if by_k else 1.0
-    last = (few.cumsum(-1)[..., :-1] < top_p * whole).sum(-1, keepdim=True)
-    kept = few * (few >= few.gather(-1, last))  # the first one stays however small top_p is
+    kept = few = top * (top >= top[..., top_k - 1, None]) if by_k else top
+    if top_p < 1:  # (at 1 a float32 sum would reach the whole before the last one)
+        whole = few.sum(-1, keepdim=True) if by_k else total
+        last = (few.cumsum(-1)[..., :-1] < top_p * whole).sum(-1, keepdim=True)
+        kept = few * (few >= few.gather(-1, last))  # the first one stays however small top_p is
     short = (few if by_k else kept)[..., -1] > 0
     again = law[short] if n < V and short.any() else None
     law.zero_().scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
     if again is not None:
-        _cut(again, top_k, top_p, 8 * n)
+        _cut(again, total[short], top_k, top_p, 8 * n)
         law[short] = again
     return top[..., 0]
 
@@ -169,8 +172,9 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     B, K = drafts.shape
     _need(q.shape == (B, K, p.shape[1]), "q", f"of shape {B, K, p.shape[1]}", tuple(q.shape))
     _need(num_verified.shape == (B,), "num_verified", f"{B} counts", tuple(num_verified.shape))
+    _need(len(p) >= B, "p", f"{B} rows at least", len(p))
     if K == 0:
-        return num_verified, sample(p, generator)
+        return num_verified, sample(p[:B], generator)
     first = (num_verified + 1).cumsum(0) - (num_verified + 1)  # (B,) p row of the first draft
     position = torch.arange(K, device=p.device)
     rows = (first[:, None] + position).clamp(max=len(p) - 1)  # (B, K)
@@ -198,7 +202,8 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
     LOSSLESS: reads the law, never the drawn token. Taken before top-k and top-p, which often leave
     one token (q_max = 1, no information); temperature 0 uses the unscaled logits."""
-    return _logit(_softmax(logits, temperature or 1.0).amax(-1))
+    law, total = _softmax(logits, temperature or 1.0)
+    return _logit(law.amax(-1) / total[..., 0])
 
 
 def _logit(q_max):
@@ -211,9 +216,9 @@ class AcceptanceEstimator:
     One slope for all positions, one intercept each: K + 1 parameters, O(K) state, float64. One per
     pair and sampling setting. Defaults are vLLM's, the start is its authors' median of five pairs.
 
-    num_speculative_tokens: K >= 1. refit_every: N, decode steps per round, of which a `Decoder`
-    verifies one in full (joint: of some requests). ridge: keeps H regular where a position has no
-    labels. damping: labels at which a coefficient takes half its step. ValueError out of range."""
+    num_speculative_tokens: K >= 1. refit_every: N, decode steps per round; one of them (of ten, if
+    N < 10) a `Decoder` verifies in full. ridge: keeps H regular where a position has no labels.
+    damping: labels at which a coefficient takes half its step. Raises ValueError out of range."""
 
     def __init__(self, num_speculative_tokens: int, *, refit_every: int = 100, ridge: float = 1e-3,
                  damping: float = 50.0, slope: float = 0.5, intercept: float = -0.2):
@@ -242,12 +247,12 @@ class AcceptanceEstimator:
         before it were accepted: the first rejection is the last label, and what was not verified
         has none (which is not label 0). Raises ValueError for other shapes, features not finite."""
         features, num_verified, accepted = (
-            x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+            x.detach().cpu().double().numpy() if isinstance(x, Tensor) else np.asarray(x)
             for x in (features, num_verified, accepted))
-        shape = len(num_verified), self.num_speculative_tokens
-        _need(features.shape == shape, "features", f"of shape {shape}", features.shape)
-        _need(accepted.shape == shape[:1], "accepted", f"{shape[0]} counts", accepted.shape)
-        position = np.arange(features.shape[1])
+        K, position = self.num_speculative_tokens, np.arange(self.num_speculative_tokens)
+        _need(features.shape[1:] == (K,), "features", f"of shape (B, {K})", features.shape)
+        for name, x in ("num_verified", num_verified), ("accepted", accepted):
+            _need(x.shape == features.shape[:1], name, f"{len(features)} counts", x.shape)
         labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])  # (B, K)
         if labelled.any():
             f = np.where(labelled, features, 0.0).astype(float)
@@ -301,8 +306,8 @@ class Curve:
     def __init__(self, name: str, points: dict[int, float]):
         _need(isinstance(points, dict) and points, name, "a dict {tokens: ms}", points)
         for n, ms in points.items():
-            _whole(f"tokens of {name}", n, 1)
-            _number(f"{name}[{n}]", ms, 1e-300, 1e300)
+            _whole(f"tokens of {name}", n, 1, 2**39)
+            _number(f"{name}[{n}]", ms, 1e-300, 1e280)
         self.tokens = np.array(sorted(points), float)
         self._set(np.array([points[n] for n in sorted(points)], float))
 
@@ -382,7 +387,7 @@ class JointPlan:
         uneven depths pads (see `Ragged`): each other request by a query, a quarter of a token."""
         token = self.spent / (1 + self.expected[rows, :i].sum(1))  # (n,) ms
         worth = self.expected[rows, i:end] * token[:, None]  # (n, L) of this draft, the next, ...
-        worth[rows < self.explored, 0] = 1e6
+        worth[rows < self.explored, 0] = 9 * (self.draft_ms[-1] + self.verify_ms[-1])
         order = (-worth[:, 0]).argsort(kind="stable")
         n, later = np.arange(1, len(rows) + 1)[:, None], np.arange(end - i)
         verify_ms = self.verify_ms[self.drawn:] - self.verify_ms[self.drawn]
@@ -404,9 +409,9 @@ class JointPlan:
 def trim(survival: Tensor, budget: int) -> Tensor:
     """Verified drafts per request (B,): how many of the `budget` best slots each one holds.
 
-    survival (B, K) never rises along a request, so its best are a prefix; -1: not drafted, out of
-    reach of any budget. subtle: ties are ordered by position, then request (a stable sort of the
-    position-major list): they neither break a prefix nor ask which token was drawn."""
+    survival (B, K) never rises along a request, so its best are a prefix; -1: not drafted, so pass
+    no budget above the number that was. subtle: ties go by position, then request (a stable sort
+    of the position-major list): they neither break a prefix nor ask which token was drawn."""
     B = len(survival)
     _whole("budget", budget, 0, survival.numel())
     # LOSSLESS: whatever outranks a slot has a survival that the slot's own draft cannot change.
@@ -583,7 +588,7 @@ class SlotLM:
                 config._attn_implementation = name
         if not self.batch.layers == set(self.kv) == set(range(self.model.config.num_hidden_layers)):
             raise NotImplementedError(f"{type(self.model).__name__} has layers that do not attend "
-                                      "through the attention interface")
+                                      "through the attention interface, or not as many as it says")
         self.cached[slots] = lengths + budget  # at least what is there; commit() makes it exact
         return out.logits[0]
 
@@ -623,11 +628,8 @@ class Stats:
     committed: int = 0  # tokens given out, bonus tokens included
     target_tokens: int = 0  # query tokens: prompts, one per request and step, verified drafts
     seconds: dict = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per request and step, the bonus token included: 1 for plain decoding."""
-        return self.committed / max(self.request_steps, 1)
+    # Tokens per request and step, the bonus token included: 1 for plain decoding.
+    accept_length = property(lambda self: self.committed / max(self.request_steps, 1))
 
 
 class Step(NamedTuple):
@@ -674,11 +676,11 @@ class Decoder:
         self.device, g = target.device, torch.Generator(target.device)
         self.generator = g.manual_seed(g.seed() if seed is None else _whole("seed", seed, 0))
         self.plan, self.cost, self.estimator = plan if K else "fixed", cost, estimator
-        if self.plan != "fixed" and estimator is None:
+        k = getattr(estimator, "num_speculative_tokens", estimator)
+        _need(estimator is None or isinstance(estimator, AcceptanceEstimator) and k == K,
+              "estimator", f"an AcceptanceEstimator of K = {K}", k)
+        if estimator is None and self.plan != "fixed":
             self.estimator = AcceptanceEstimator(K)
-        elif estimator is not None:
-            k = isinstance(estimator, AcceptanceEstimator) and estimator.num_speculative_tokens
-            _need(k == K, "estimator", f"an AcceptanceEstimator of K = {K}", k or estimator)
         self.target = SlotLM(target, B, max_length, K)
         if isinstance(drafter, SlotLM):
             _need(drafter.shape[0] >= B and drafter.shape[1] >= max_length, "drafter",
@@ -686,16 +688,16 @@ class Decoder:
         own = K == 0 or hasattr(drafter, "logits")
         self.drafter = drafter if own else SlotLM(drafter, B, max_length)
         self.models = [self.target, self.drafter] if K else [self.target]
-        self.sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-        self.requests = (x for x in enumerate(requests) if x[1][1] > 0)  # who wants any tokens
+        self.sampling = dict(temperature=temperature, top_k=int(top_k), top_p=top_p)
+        self.requests = (x for x in enumerate(requests) if x[1][1] != 0)  # who wants any tokens
         # By slot. Committed text, then this step's drafts, which count once they are accepted.
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
         self.text = np.zeros((B, max_length), int)  # the host's copy, without drafts
         self.start, self.lengths, self.ends = np.zeros((3, B), int)
         self.index, self.slots = np.full(B, -1), np.arange(0)  # request of each slot; those in use
         self.confidence = np.ones((B, K))  # to be expected of each request's next step
-        self.p, self.q = (torch.zeros(shape, device=self.device, dtype=torch.float32)
-                          for shape in ((B * (K + 1), V), (K, B, V)))  # kept: allocating costs
+        k, room = max(0, min(K, max_length - 2)), dict(device=self.device, dtype=torch.float32)
+        self.p, self.q = torch.zeros(B * (k + 1), V, **room), torch.zeros(k, B, V, **room)
         self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
         self.stats, self.finished = Stats(*np.zeros((3, K), int)), []
 
@@ -730,8 +732,8 @@ class Decoder:
         finite = top.sum(dtype=torch.float64)  # iff all logits are, or -inf beside finite ones
         accepted, next_tokens = verify(p, q[:, :d], drafts[:, :d], num_verified, self.generator)
         self.tokens[_send(slots, device), _send(lengths, device) + accepted] = next_tokens
-        # The one read-back: a float64 table that holds ids and counts exactly.
         columns = finite.expand(R), num_verified, accepted, next_tokens, drafts, features, survival
+        # The one read-back: a float64 table that holds ids and counts exactly.
         host = _read_back(torch.cat([x.view(R, -1) for x in columns], 1))
         ids, rest = host[:, 1:4 + K].astype(int), host[:, 4 + K:]
         done = Step(self.index[slots], *ids[:, :3].T, ids[:, 3:], rest[:, :K], rest[:, K:], {})
@@ -770,7 +772,7 @@ class Decoder:
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
         survival, self.passes = torch.full((R, K), -1.0, dtype=torch.float64, device=device), []
-        q, depths = self.q[:, :R].transpose(0, 1), np.zeros(R, int)
+        q, depths = self.q[:, :R].transpose(0, 1), np.zeros(R, int)  # (R, K, V), (R,)
         own = not isinstance(self.drafter, SlotLM)
         read = self.lengths[self.slots] - (0 if own else self.drafter.cached[self.slots])
         for i in range(limits.max()):
@@ -784,16 +786,16 @@ class Decoder:
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
             self.passes.append(len(rows) if own else int(read[rows].sum()))  # tokens of each
             depths[rows], read[rows] = i + 1, 1
-            logits = self.drafter.logits(self.tokens, ends, slots)[:, :V]
-            _need(len(logits) == len(rows), "drafter.logits", f"{len(rows)} rows", logits.shape)
-            own_q = len(rows) == R and logits.shape[1] == V
-            law, q_max = _warp(logits, **self.sampling, out=q[:, i] if own_q else None)
+            logits = self.drafter.logits(self.tokens, ends, slots)
+            n, *w = getattr(logits, "shape", [0])
+            _need(n == len(rows) and len(w) == 1, "drafter.logits", f"{len(rows)} rows", [n, *w])
+            in_q = n == R and w[0] >= V  # then the law is made where it is kept
+            law, q_max = _warp(logits[:, :V], **self.sampling, out=q[:, i] if in_q else None)
             x, feature = sample(law, self.generator), _logit(q_max)  # (rows,)
-            slot, end = _send(slots, device), _send(ends, device)
             row = slice(None) if len(rows) == R else _send(rows, device)
-            self.tokens[slot, end] = drafts[row, i] = x
+            self.tokens[_send(slots, device), _send(ends, device)] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
-            if not own_q:
+            if not in_q:
                 q[row, i, :law.shape[1]], q[row, i, law.shape[1]:] = law, 0.0
             features[row, i] = feature
             self.stats.proposed[i] += len(rows)
@@ -816,8 +818,7 @@ class Decoder:
         rows, columns = np.nonzero(position < count[:, None])
         self.text[slots[rows], self.lengths[slots[rows]] + columns] = emitted[rows, columns]
         self.lengths[slots] += count
-        ended = slots[stop.any(1)]
-        self.ends[ended] = self.lengths[ended]
+        self.ends[slots] = np.where(stop.any(1), self.lengths[slots], self.ends[slots])
         for model in self.models:
             model.commit(slots, self.lengths[slots])
         stats.verified += (position[:K] < done.num_verified[:, None]).sum(0)
@@ -849,7 +850,7 @@ class Decoder:
             return
         draft, verify, passes = self.cost.draft, self.cost.verify, np.array(self.passes)
         seconds["predicted"] = (draft(passes).sum() + verify(queries)) / 1e3
-        if self.cost.learning and self.stats.steps % 2 == 1:  # (odd: exploring ones are among them)
+        if self.cost.learning and self.stats.steps % 2 == 1:  # (for an even N exploring ones too)
             if len(passes):
                 draft.learn(passes.mean(), seconds["draft"] * 1e3 / len(passes))
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
@@ -860,15 +861,15 @@ class Decoder:
             if self.index[slot] >= 0:
                 text = self.text[slot, self.start[slot]:self.lengths[slot]].tolist()
                 self.finished.append((int(self.index[slot]), text))
-            self.index[slot], (prompt, new) = next(self.requests, (-1, ((), 0)))
-            if self.index[slot] < 0:
+            self.index[slot] = -1
+            number, (prompt, new) = next(self.requests, (-1, ((), 0)))
+            if number < 0:
                 continue
-            prompt = _token_ids("a prompt", prompt, self.target.vocab_size)
-            n = self.start[slot] = self.lengths[slot] = len(prompt)
-            _need(n + new <= self.tokens.shape[1], "a request's length, prompt and new tokens,",
-                  f"in 1..{self.tokens.shape[1]}", n + new)
-            self.ends[slot] = n + new
-            self.text[slot, :n] = prompt
+            prompt, n = _token_ids("a prompt", prompt, self.target.vocab_size), len(prompt)
+            new = _whole("max_new_tokens of a request", new, 1)
+            _whole("length of a request, its new tokens included,", n + new, 1, self.text.shape[1])
+            self.index[slot], self.start[slot], self.lengths[slot] = number, n, n
+            self.ends[slot], self.text[slot, :n] = n + new, prompt
             self.tokens[slot, :n] = _send(self.text[slot, :n], self.device)
             self.confidence[slot] = self.mean_confidence  # nothing else is known
             for model in self.models:
@@ -898,12 +899,11 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     K, B, n, _ = (_whole(name, value, 1) for name, value in (
         ("num_speculative_tokens", num_speculative_tokens), ("max_batch_size", max_batch_size),
         ("context_length", context_length), ("repeats", repeats)))
-    _need(isinstance(prompts, (list, tuple)) and prompts and all(map(np.size, prompts)), "prompts",
-          "lists of token ids", prompts)
-    prompts = [np.asarray(prompts[i % len(prompts)]).tolist() for i in range(B)]
-    decoder = Decoder(target, drafter, [((p * (n // len(p) + 1))[:n], K + 1) for p in prompts],
-                      max_length=n + K + 1, max_batch_size=B, num_speculative_tokens=K, seed=0,
-                      plan="fixed", **law)
+    requests = _check_prompts(prompts, 0, *_check_pair(target, drafter, K))
+    _need(requests, "prompts", "one at least", prompts)
+    decoder = Decoder(target, drafter, [((requests[i % len(requests)][0] * n)[:n], K + 1)
+                                        for i in range(B)], max_length=n + K + 1, max_batch_size=B,
+                      num_speculative_tokens=K, plan="fixed", seed=0, **law)
     decoder.estimator = AcceptanceEstimator(K)  # its time counts too
     decoder.admit()
     # Of this decoder two decisions are replaced: these requests stay, and the budget is listed.
@@ -935,7 +935,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     """Generate from the target, sped up by the drafter: each token has the target's distribution.
 
     target, drafter: decoder-only transformers models on one device, in any floating dtypes (the
-    drafter may be another object with the three verbs, or None at K = 0). prompts: lists of ids.
+    drafter may be an object of your own with the three verbs; None at K = 0). prompts: id lists.
     max_new_tokens: a number, or one per prompt. num_speculative_tokens: K; 0 is plain decoding.
     plan: "fixed" verifies all K drafts; "verification" drafts K and trims (as published); "joint"
     drafts only what pays and verifies that. max_batch_size: requests at once; one that ends is
@@ -944,9 +944,8 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     these; default: a fresh estimator, and costs measured now. on_step: is given every `Step`.
 
     Same seed, inputs, device, estimator and cost table built from points: same tokens (a measured
-    table learns from the clock: same distribution). Raises ValueError before any work;
-    NotImplementedError if a first pass shows that a model does not fit; FloatingPointError for
-    logits that are not finite."""
+    table learns from the clock: same distribution). ValueError before any work (own drafters: when
+    they answer); NotImplementedError: an unfit model; FloatingPointError: logits not finite."""
     K = _whole("num_speculative_tokens", num_speculative_tokens, 0, 1000)
     law = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     _need(on_step is None or callable(on_step), "on_step", "None or callable", on_step)
@@ -1031,9 +1030,10 @@ def _check_model(name, model):
     config = model.config
     kinds = set(getattr(config, "layer_types", 0) or ()) - {"full_attention", "sliding_attention"}
     ropes = str(getattr(config, "rope_parameters", ""))  # flat, or one for each kind of layer
-    for bad, why in ((model.training, "is in training mode: call .eval()"),
+    for bad, why in ((any(m.training for m in model.modules()), "is in training mode: .eval()"),
                      (config.is_encoder_decoder, "is an encoder-decoder"),
-                     (model.get_output_embeddings() is None, "has no head that gives logits"),
+                     (not isinstance(getattr(model.get_output_embeddings(), "weight", 0), Tensor),
+                      "has no head with a weight tensor, which gives logits"),
                      (not hasattr(config, "num_hidden_layers"), "is made of several models: pass "
                       "its language model"),
                      (model._is_stateful, "keeps a recurrent state, which cannot forget a draft"),
