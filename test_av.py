@@ -174,8 +174,11 @@ def test_the_law_of_many_tokens_sums_to_one():
     logits = torch.zeros(3, 151_936)
     logits[torch.arange(3), torch.tensor([0, 7, 9])] = torch.tensor([14.0, 15.0, 10.0])
     exact = logits.double().softmax(-1)
-    for law in (dict(), dict(top_p=1 - 1e-7)):
-        assert ((av.warp(logits, **law) - exact) / exact).abs().max() < 2e-6
+    assert ((av.warp(logits) - exact) / exact).abs().max() < 2e-6
+    slope = torch.linspace(0, 0.1, 151_936).index_fill(0, torch.tensor([7]), 15.0)
+    ordered = slope.double().softmax(-1).sort(descending=True).values
+    nucleus = (ordered.cumsum(-1) - ordered < 0.97).sum()  # 52,405; of the raw softmax 53,418
+    assert abs((av.warp(slope, top_p=0.97) > 0).sum() - nucleus) < 10
     assert torch.allclose(av.logit_q_max(logits).double(), exact.amax(-1).logit(), atol=1e-5)
     assert torch.allclose(av._warp(logits, 1.0, 0, 0.9)[1].double(), exact.amax(-1), atol=1e-6)
 
@@ -1055,6 +1058,19 @@ def test_joint_expects_the_next_drafts_to_be_like_the_last_one():
         assert len(plan.choose(one, 1, np.array([1]), 3)) == drawn
         plan.drew(one, 1, np.array([0.5]))  # it survives only if the first does
         assert plan.expected[0, :2] == pytest.approx([0.8, 0.4])
+
+
+def test_a_pass_is_charged_for_what_it_reads():
+    """Prompts first; then of each request its last token, and before it the last draft if that was
+    accepted; then one draft each. Other counts would teach the cost table wrong prices."""
+    decoder = av.Decoder(cycle(8), cycle(8), [([1, 2, 3], 20), ([4], 20)], max_length=30,
+                         num_speculative_tokens=3, max_batch_size=2, temperature=0, plan="fixed")
+    for passes in ([4, 2, 2], [4, 2, 2]):
+        decoder.step()
+        assert decoder.passes == passes
+    decoder.drafter.reset(1)
+    decoder.step()
+    assert decoder.passes == [2 + decoder.lengths[1] - 4, 2, 2]
 
 
 def test_prompts_in_a_step_do_not_change_what_is_verified():
