@@ -85,7 +85,7 @@ def _warp(logits, temperature, top_k, top_p, out=None):
     """The law, in `out` if given, and (...,) its largest probability before any cut."""
     law, total = _softmax(logits, temperature or 1.0, out)
     if temperature > 0 and (top_p < 1 or 0 < top_k < logits.shape[-1]):
-        top = _cut(law, total, top_k, top_p, max(64, top_k + 1))
+        top = _cut(law, total, top_k, top_p, max(64, logits.shape[-1] // 1024, top_k + 1))
     else:
         top = law.amax(-1)
         law.div_(total)
@@ -262,7 +262,7 @@ class AcceptanceEstimator:
             # surprise would move an intercept by hundreds. So curvature has a floor.
             curvature = labelled * np.maximum(c * (1 - c), 0.05)
             residual = labelled * (c - (position < accepted[:, None]))
-            self.sums = self.sums + np.stack([curvature * f * f, curvature * f, curvature,
+            self.sums = self.sums + np.array([curvature * f * f, curvature * f, curvature,
                                               residual * f, residual, labelled]).sum(1)
         self.steps += 1
         if self.steps % self.refit_every == 0:
