@@ -84,13 +84,14 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float 
 def _warp(logits, temperature, top_k, top_p, out=None):
     """The law, in `out` if given, and (...,) its largest probability before any cut."""
     law, total = _softmax(logits, temperature or 1.0, out)
-    if temperature > 0 and (top_p < 1 or 0 < top_k < logits.shape[-1]):
+    if temperature == 0:
+        top = law.amax(-1)
+        law.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    elif top_p < 1 or 0 < top_k < logits.shape[-1]:
         top = _cut(law, total, top_k, top_p, max(64, logits.shape[-1] // 1024, top_k + 1))
     else:
         top = law.amax(-1)
         law.div_(total)
-    if temperature == 0:
-        law.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     return law, top / total[..., 0]
 
 
@@ -207,7 +208,7 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def _logit(q_max):
-    return q_max.logit(1e-6).clamp(-10.0, 10.0)
+    return q_max.logit().clamp(-10.0, 10.0)
 
 
 class AcceptanceEstimator:
@@ -377,17 +378,16 @@ class JointPlan:
         self.verify_ms = cost.verify(np.arange(R, R * (K + 1) + 1))  # of 0, 1, ... drafts
         self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
         n, slope = np.arange(1, R + 1), (self.verify_ms[-1] - self.verify_ms[0]) / (R * K)
-        self.pad_ms = slope / 4 * np.minimum(R - n, 16 * n)  # of attention, if n go deeper
+        self.pad_ms = slope / 4 * np.minimum(R - n, 16 * n)  # `Ragged` pads, if n go deeper
 
     def choose(self, rows: np.ndarray, i: int, read: np.ndarray, end: int) -> np.ndarray:
         """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
 
         read (n,): what the pass reads of each. A draft that survives saves what a token costs, if
-        the step ends here. Looks ahead to position `end`, for costs may be a staircase. A batch of
-        uneven depths pads (see `Ragged`): each other request by a query, a quarter of a token."""
+        the step ends here. Looks ahead to position `end`, for costs may be a staircase."""
         token = self.spent / (1 + self.expected[rows, :i].sum(1))  # (n,) ms
         worth = self.expected[rows, i:end] * token[:, None]  # (n, L) of this draft, the next, ...
-        worth[rows < self.explored, 0] = 9 * (self.draft_ms[-1] + self.verify_ms[-1])
+        worth[rows < self.explored, 0] = 9 * (self.draft_ms[-1] + self.verify_ms[-1])  # any price
         order = (-worth[:, 0]).argsort(kind="stable")
         n, later = np.arange(1, len(rows) + 1)[:, None], np.arange(end - i)
         verify_ms = self.verify_ms[self.drawn:] - self.verify_ms[self.drawn]
@@ -705,7 +705,7 @@ class Decoder:
     def step(self) -> Step | None:
         """Admit, then one step for every request; None when there are none. Numbers: README.
 
-        ValueError: a plan without costs. FloatingPointError: logits not finite: it is spent."""
+        ValueError: no costs, or a refused request (others go on). FloatingPointError: it is spent."""
         _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
         self.admit()
         slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
@@ -787,7 +787,7 @@ class Decoder:
             self.passes.append(len(rows) if own else int(read[rows].sum()))  # tokens of each
             depths[rows], read[rows] = i + 1, 1
             logits = self.drafter.logits(self.tokens, ends, slots)
-            n, *w = getattr(logits, "shape", [0])
+            n, *w = getattr(logits, "shape", 0) or [0]
             _need(n == len(rows) and len(w) == 1, "drafter.logits", f"{len(rows)} rows", [n, *w])
             in_q = n == R and w[0] >= V  # then the law is made where it is kept
             law, q_max = _warp(logits[:, :V], **self.sampling, out=q[:, i] if in_q else None)
