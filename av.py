@@ -705,7 +705,7 @@ class Decoder:
     def step(self) -> Step | None:
         """Admit, then one step for every request; None when there are none. Numbers: README.
 
-        ValueError: no costs, or a refused request (others go on). FloatingPointError: it is spent."""
+        ValueError: no costs, or a refused request (others go on). FloatingPointError: spent."""
         _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
         self.admit()
         slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
