@@ -117,14 +117,14 @@ def _cut(law, total, top_k, top_p, n):
     kept = few = top * (top >= top[..., top_k - 1, None]) if by_k else top
     if top_p < 1:  # (at 1 a float32 sum would reach the whole before the last one)
         whole = few.sum(-1, keepdim=True) if by_k else total
-        last = (few.cumsum(-1)[..., :-1] < top_p * whole).sum(-1, keepdim=True)
+        last = torch.searchsorted(few.cumsum(-1), top_p * whole).clamp_(max=n - 1)
         kept = few * (few >= few.gather(-1, last))  # the first one stays however small top_p is
-    short = (few if by_k else kept)[..., -1] > 0
-    again = law[short] if n < V and short.any() else None
+    tail = (few if by_k else kept)[..., -1]
+    again = law[tail > 0] if n < V and tail.any() else None
     law.zero_().scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
     if again is not None:
-        _cut(again, total[short], top_k, top_p, 8 * n)
-        law[short] = again
+        _cut(again, total[tail > 0], top_k, top_p, 8 * n)
+        law[tail > 0] = again
     return top[..., 0]
 
 
@@ -176,15 +176,15 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     _need(len(p) >= B, "p", f"{B} rows at least", len(p))
     if K == 0:
         return num_verified, sample(p[:B], generator)
-    first = (num_verified + 1).cumsum(0) - (num_verified + 1)  # (B,) p row of the first draft
-    position = torch.arange(K, device=p.device)
+    rows, position = num_verified + 1, torch.arange(K, device=p.device)
+    first = rows.cumsum(0) - rows  # (B,) p row of the first draft
     rows = (first[:, None] + position).clamp(max=len(p) - 1)  # (B, K)
     p_x = p[rows, drafts]  # (B, K)
     q_x = q.gather(2, drafts[..., None]).squeeze(2)  # (B, K)
     u = torch.rand(B, K, device=p.device, dtype=torch.float64, generator=generator)
     # LOSSLESS: u < p/q, written without the division so that p(x) = 0 never passes, even at u = 0.
     accept = (u * q_x < p_x) & (position < num_verified[:, None])
-    accepted = accept.long().cumprod(1).sum(1)  # (B,) up to the first rejection
+    accepted = accept.cumprod(1).sum(1)  # (B,) up to the first rejection
     # subtle: the next token comes from row `accepted`, whichever draft was rejected there or none.
     p_next = p[first + accepted]  # (B, V)
     q_next = q[torch.arange(B, device=p.device), accepted.clamp(max=K - 1)]
@@ -255,16 +255,15 @@ class AcceptanceEstimator:
         for name, x in ("num_verified", num_verified), ("accepted", accepted):
             _need(x.shape == features.shape[:1], name, f"{len(features)} counts", x.shape)
         labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])  # (B, K)
-        if labelled.any():
-            f = np.where(labelled, features, 0.0).astype(float)
-            _need(np.isfinite(f).all(), "features", "finite", f)
-            c = self.predict(f)  # confidence
-            # subtle: a sure draft has no curvature, yet a full residual if it fails: one such
-            # surprise would move an intercept by hundreds. So curvature has a floor.
-            curvature = labelled * np.maximum(c * (1 - c), 0.05)
-            residual = labelled * (c - (position < accepted[:, None]))
-            self.sums = self.sums + np.array([curvature * f * f, curvature * f, curvature,
-                                              residual * f, residual, labelled]).sum(1)
+        f = np.where(labelled, features, 0.0).astype(float)
+        _need(np.isfinite(f).all(), "features", "finite", f)
+        c = self.predict(f)  # confidence
+        # subtle: a sure draft has no curvature, yet a full residual if it fails: one such surprise
+        # would move an intercept by hundreds. So curvature has a floor.
+        curvature = labelled * np.maximum(c * (1 - c), 0.05)
+        residual = labelled * (c - (position < accepted[:, None]))
+        self.sums = self.sums + np.array([curvature * f * f, curvature * f, curvature,
+                                          residual * f, residual, labelled]).sum(1)
         self.steps += 1
         if self.steps % self.refit_every == 0:
             self.refit()
@@ -554,7 +553,7 @@ class SlotLM:
         self.vocab_size, self.embedded = _vocabulary(model)
         configs = (m.config for m in model.modules() if hasattr(m, "config"))
         self.configs = list({id(config): config for config in configs}.values())
-        self.kv = {}  # layer: keys and values, each (slots, H_kv, max_length, D)
+        self.layers, self.kv = set(range(model.config.num_hidden_layers)), {}  # layer: keys, values
         self.cached = np.zeros(num_slots, int)  # tokens of each slot that the cache holds
 
     @torch.inference_mode()
@@ -573,20 +572,20 @@ class SlotLM:
         names = [config._attn_implementation for config in self.configs]
         try:
             for config in self.configs:
-                config._attn_implementation = "ragged"
+                config._attn_implementation_internal = "ragged"  # (the public name: 8 us)
             out = self.model(input_ids=ids[None], position_ids=self.batch.positions[None],
                              cache=self, use_cache=True, ragged=self.batch,
                              logits_to_keep=self.batch.keep)
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
             known = isinstance(error, (torch.OutOfMemoryError, NotImplementedError))
-            if known or len(self.kv) == self.model.config.num_hidden_layers:
+            if known or len(self.kv) == len(self.layers):
                 raise  # only of a first pass may one say that the model is of the wrong kind
             raise NotImplementedError(f"{type(self.model).__name__} cannot run as a ragged batch: "
                                       f"{error}") from error
         finally:  # the model's configs are as they were, come what may
             for config, name in zip(self.configs, names):
-                config._attn_implementation = name
-        if not self.batch.layers == set(self.kv) == set(range(self.model.config.num_hidden_layers)):
+                config._attn_implementation_internal = name
+        if not self.batch.layers == self.kv.keys() == self.layers:
             raise NotImplementedError(f"{type(self.model).__name__} has layers that do not attend "
                                       "through the attention interface, or not as many as it says")
         self.cached[slots] = lengths + budget  # at least what is there; commit() makes it exact
@@ -596,10 +595,10 @@ class SlotLM:
         """What a model calls on its cache: store (1, H_kv, T, D) twice, return all the slots."""
         S, L = self.shape
         if layer_idx not in self.kv:
-            self.kv[layer_idx] = [x.new_zeros(S, x.shape[1], L, x.shape[3]) for x in (key, value)]
+            self.kv[layer_idx] = [x.new_zeros(S, L, x.shape[1], x.shape[3]) for x in (key, value)]
         for cache, new in zip(self.kv[layer_idx], (key, value)):
-            cache[self.batch.slots, :, self.batch.positions] = new[0].transpose(0, 1)
-        return self.kv[layer_idx]
+            cache[self.batch.slots, self.batch.positions] = new[0].transpose(0, 1)
+        return [cache.transpose(1, 2) for cache in self.kv[layer_idx]]
 
     def get_seq_length(self, layer_idx=0):
         """What a model may ask to derive positions from; ours are always given."""
@@ -707,23 +706,24 @@ class Decoder:
 
         ValueError: no costs, or a refused request (others go on). FloatingPointError: spent."""
         _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
-        self.admit()
+        if not self.admit():
+            return None
         slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
         R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
-        if not R:
-            return None
         # 0. plan. LOSSLESS: the budget is fixed before anything of this step is drawn.
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
         plan = self.choose(limits)
-        joint = plan if isinstance(plan, JointPlan) else None
-        # 1 + 2. draft, score
-        drafts, q, features, survival, depths = self.draw(limits, joint)
-        d, budget = depths.max(), joint.drawn if joint else plan  # (d: columns in use)
+        # 1. draft, each token with its feature
+        drafts, q, features, depths = self.draw(limits, plan)
+        budget = plan.drawn if isinstance(plan, JointPlan) else plan
+        d, drawn = depths.max(), np.arange(K) < depths[:, None]  # columns in use, (R, K)
         queries = int((lengths - self.target.cached[slots]).sum() + budget)  # R + budget + prompts
         clock.append(_mark(device))
-        # 3. trim
-        num_verified = trim(survival[:, :d], budget) if budget < depths.sum() else (
-            _send(depths, device))  # (R,)
+        # 2 + 3. score, trim (if all is verified, scores can wait for the host)
+        num_verified = _send(depths, device)  # (R,)
+        if budget < depths.sum():
+            survival = self.estimator.predict(features).cumprod(1).where(_send(drawn, device), -1.0)
+            num_verified = trim(survival[:, :d], budget)
         # 4. verify: (requests + budget) query tokens; a trimmed draft is not among them
         logits = self.target.logits(self.tokens, lengths, slots, num_verified, budget)
         clock.append(_mark(device))
@@ -732,18 +732,20 @@ class Decoder:
         finite = top.sum(dtype=torch.float64)  # iff all logits are, or -inf beside finite ones
         accepted, next_tokens = verify(p, q[:, :d], drafts[:, :d], num_verified, self.generator)
         self.tokens[_send(slots, device), _send(lengths, device) + accepted] = next_tokens
-        columns = finite.expand(R), num_verified, accepted, next_tokens, drafts, features, survival
+        columns = finite.expand(R), num_verified, accepted, next_tokens, drafts, features
         # The one read-back: a float64 table that holds ids and counts exactly.
         host = _read_back(torch.cat([x.view(R, -1) for x in columns], 1))
-        ids, rest = host[:, 1:4 + K].astype(int), host[:, 4 + K:]
-        done = Step(self.index[slots], *ids[:, :3].T, ids[:, 3:], rest[:, :K], rest[:, K:], {})
-        for name, values in ("target", host[:, 0]), ("drafter", done.features):
+        ids, features = host[:, 1:4 + K].astype(int), host[:, 4 + K:]
+        for name, values in ("target", host[:, 0]), ("drafter", features):
             if not np.isfinite(values).all():
                 raise FloatingPointError(f"the {name} returned logits that are not finite")
+        confidence = self.estimator.predict(features) if self.estimator else drawn  # (R, K)
+        done = Step(self.index[slots], *ids[:, :3].T, ids[:, 3:], features,
+                    np.where(drawn, confidence.cumprod(1), -1.0), {})
         # 6. learn
         if self.estimator:
             self.estimator.observe(done.features, done.num_verified, done.accepted)
-        self.commit(done, queries)
+        self.commit(done, confidence, queries)
         self.account(done, queries, clock, began)
         return done
 
@@ -763,16 +765,16 @@ class Decoder:
         survival[np.arange(self.K) >= limits[:, None]] = -1.0
         return draft_budget(survival, self.cost)
 
-    def draw(self, limits, joint):
+    def draw(self, limits, plan):
         """Up to `limits` (R,) tokens per request; with a JointPlan no more than pay.
 
-        Returns drafts (R, K), q (R, K, V; anything where nothing was drafted), features (R, K),
-        survival (R, K; -1: not drafted) and depths (R,)."""
+        Returns drafts (R, K), q (R, K, V; anything where nothing was drafted), features (R, K) and
+        depths (R,)."""
+        joint = plan if isinstance(plan, JointPlan) else None
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
-        survival, self.passes = torch.full((R, K), -1.0, dtype=torch.float64, device=device), []
-        q, depths = self.q[:, :R].transpose(0, 1), np.zeros(R, int)  # (R, K, V), (R,)
+        q, depths, self.passes = self.q[:, :R].transpose(0, 1), np.zeros(R, int), []  # (R, K, V)
         own = not isinstance(self.drafter, SlotLM)
         read = self.lengths[self.slots] - (0 if own else self.drafter.cached[self.slots])
         for i in range(limits.max()):
@@ -801,24 +803,21 @@ class Decoder:
             self.stats.proposed[i] += len(rows)
             if joint and device.type in READ_FREELY:
                 joint.drew(rows, i, self.estimator.predict(feature.numpy(), i))
-        if self.passes:
-            drawn = _send(np.arange(K) < depths[:, None], device)  # (R, K)
-            confidence = self.estimator.predict(features) if self.estimator else drawn.double()
-            survival = confidence.cumprod(1).where(drawn, survival)
-        return drafts, q, features, survival, depths
+        return drafts, q, features, depths
 
-    def commit(self, done: Step, queries: int):
+    def commit(self, done: Step, confidence: np.ndarray, queries: int):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
         slots, K, stats, position = self.slots, self.K, self.stats, np.arange(self.K + 1)
         emitted = np.concatenate([done.drafts, done.next_tokens[:, None]], 1)  # (R, K+1)
         emitted[np.arange(len(slots)), done.accepted] = done.next_tokens
         count = done.accepted + 1
-        stop = (emitted[..., None] == self.eos).any(2) & (position < count[:, None])
-        count = np.where(stop.any(1), stop.argmax(1) + 1, count)  # cut behind the first end token
+        if self.eos:  # cut behind the first end token
+            stop = (emitted[..., None] == self.eos).any(2) & (position < count[:, None])
+            count = np.where(stop.any(1), stop.argmax(1) + 1, count)
+            self.ends[slots] = np.where(stop.any(1), self.lengths[slots] + count, self.ends[slots])
         rows, columns = np.nonzero(position < count[:, None])
         self.text[slots[rows], self.lengths[slots[rows]] + columns] = emitted[rows, columns]
         self.lengths[slots] += count
-        self.ends[slots] = np.where(stop.any(1), self.lengths[slots], self.ends[slots])
         for model in self.models:
             model.commit(slots, self.lengths[slots])
         stats.verified += (position[:K] < done.num_verified[:, None]).sum(0)
@@ -830,10 +829,9 @@ class Decoder:
             return
         # What the next step may expect, by position: what the request showed in this one, and where
         # nothing was drafted, what requests do: their mean, over some 5 steps or 80 drafts.
-        confidence = np.where(done.survival < 0, self.mean_confidence,
-                              self.estimator.predict(done.features))  # (R, K)
-        drawn = (done.survival >= 0).sum(0)
-        self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * drawn + 80)
+        drawn = done.survival >= 0  # (R, K)
+        confidence = np.where(drawn, confidence, self.mean_confidence)
+        self.mean_confidence += (confidence - self.mean_confidence).sum(0) / (5 * drawn.sum(0) + 80)
         # A budget wants the spread of one step (as published), joint a forecast of each request.
         share = 1.0 if self.plan == "verification" else 0.2
         self.confidence[slots] += share * (confidence - self.confidence[slots])
@@ -856,7 +854,7 @@ class Decoder:
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
 
     def admit(self):
-        """Hand out finished requests and put new ones in their slots, as long as there are any."""
+        """Hand out finished requests, put new ones in their slots; how many there are now."""
         for slot in np.flatnonzero(self.lengths >= self.ends):
             if self.index[slot] >= 0:
                 text = self.text[slot, self.start[slot]:self.lengths[slot]].tolist()
@@ -875,6 +873,7 @@ class Decoder:
             for model in self.models:
                 model.reset(slot)
         self.slots = np.flatnonzero(self.index >= 0)
+        return len(self.slots)
 
 
 def _read_back(table):
@@ -907,7 +906,7 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     decoder.estimator = AcceptanceEstimator(K)  # its time counts too
     decoder.admit()
     # Of this decoder two decisions are replaced: these requests stay, and the budget is listed.
-    decoder.admit, draft, verify = lambda: None, {}, {}
+    decoder.admit, draft, verify = lambda: True, {}, {}
     # Requests, drafts and budget, and tokens of each request that the first drafter pass reads.
     shapes = [(R, K, 0, 1) for R in sorted({1, -(-B // 4), -(-B // 2), B})]
     # (Below 9 tokens each number: where a matrix library changes its ways, costs jump.)

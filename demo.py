@@ -528,7 +528,7 @@ class Arm:
         estimator = None if plan == "fixed" else run.estimators.setdefault(
             name, av.AcceptanceEstimator(K))
         self.name, self.load = name, load
-        self.patient = run.patient
+        self.whole = 9 if run.patient else 1 if run.quick else 3  # requests a slice, if few
         self.seconds = (2 if run.patient else 0.6 + load / 200) / (1 + run.quick)
         self.decoder = av.Decoder(
             pair.target, drafter or (pair.drafter if K else None),
@@ -551,13 +551,13 @@ class Arm:
         self.rates, self.steps = [], []  # tokens/s by slice; (Step, seconds)
 
     def slice(self):
-        """Some time's steps, their tokens per second; of few requests three or nine whole ones.
+        """Some time's steps, their tokens per second; of few requests some whole ones.
 
         (As many of each kind of text: within a second, one arm might just meet the easiest.)
         """
         began, tokens, few = self.now(), self.stats.committed, self.load < FEW
         while (then := self.now()) < began + self.seconds * (not few) or (
-                few and len(self.decoder.finished) < (9 if self.patient else 3)):
+                few and len(self.decoder.finished) < self.whole):
             done = self.decoder.step()
             self.steps.append((done, self.now() - then))
         self.decoder.finished.clear()
@@ -1325,8 +1325,13 @@ class Fixed(av.AcceptanceEstimator):
 
     def __init__(self, K: int, confidence: Callable):
         super().__init__(K)
-        self.predict = lambda features: confidence(features.double())
+        self.confidence = confidence
         self.steps = self.refit_every + 1  # nothing to wait for
+
+    def predict(self, features):
+        """Of a tensor or an array, the same."""
+        confidence = self.confidence(torch.as_tensor(features).double())
+        return confidence if isinstance(features, torch.Tensor) else confidence.numpy()
 
     def observe(self, *labels):
         """Count the step."""
@@ -1337,7 +1342,7 @@ def by_pass(features: torch.Tensor, kept: collections.deque, confidence: Callabl
     """Confidences (R, K) from what was kept of a step's passes, each of the rows then drafted."""
     drafted, out = features != 0, torch.zeros_like(features)
     for i, values in enumerate(list(kept)[len(kept) - int(drafted.any(0).sum()):]):
-        out[drafted[:, i], i] = confidence(values, i)
+        out[drafted[:, i], i] = confidence(values, i).to(out)
     return out
 
 

@@ -1099,7 +1099,7 @@ def test_prompts_in_a_step_do_not_change_what_is_verified():
             decoder.confidence[1, 0] = second
             decoder.drafter.commit(decoder.slots, decoder.lengths)
             joint = av.JointPlan(decoder.confidence, line)
-            assert decoder.draw(np.array([1, 1]), joint)[4].tolist() == depths, pending
+            assert decoder.draw(np.array([1, 1]), joint)[3].tolist() == depths, pending
 
 
 def test_trim_takes_the_best_slots_as_prefixes():
@@ -1177,6 +1177,16 @@ def test_families_are_refused_by_name(name):
     for pair in ((model, llama()), (llama(), model)):
         with pytest.raises((ValueError, NotImplementedError), match=f"{name}.*({REFUSED[name]})"):
             av.generate(*pair, [[1, 2]], max_new_tokens=4, cost=STAIRS)
+
+
+def test_a_layer_without_attention_is_refused():
+    """A layer that mixes tokens in its own way, between two that attend, would read the packed
+    tokens of all requests as one text."""
+    model = llama(num_hidden_layers=3)
+    mixer = model.model.layers[1].self_attn = torch.nn.Module().eval()
+    mixer.forward = lambda hidden_states, **kwargs: (hidden_states.cumsum(1), None)
+    with pytest.raises(NotImplementedError, match="LlamaForCausalLM has layers that do not attend"):
+        av.generate(model, None, [[1, 2]], max_new_tokens=4, num_speculative_tokens=0)
 
 
 def test_an_error_in_mid_run_is_not_called_a_wrong_family():
@@ -1609,6 +1619,34 @@ def test_what_the_study_collects_is_what_happened():
     assert abs(d.limit.mean() - d.seen.mean()) < 4.9 * sd
     logits = pair.drafter.get_output_embeddings()(torch.from_numpy(d.hidden))
     assert av.logit_q_max(logits, 0.8).detach().numpy() == pytest.approx(d.top, abs=1e-3)
+
+
+def test_another_confidence_runs_in_the_loop():
+    """A rival that the loop does not really ask would be measured as if it had trimmed.
+
+    The oracle's confidence is the true chance: what steps say of their drafts, and trim by, is
+    sum(min(p, q)) of both models run on the whole text without a cache."""
+    target, K, law = llama(), 3, dict(temperature=0.8, top_p=0.9)
+    drafter, prompts, verified = noisy(target, 0.3), [[1, 2, 3], [4, 5]], set()
+    pair = demo.Pair("", target, drafter, prompts, str)
+    oracle = demo.Oracle(demo.Run(pair, K, law, [2], 0, 1, True), 2)
+    truth = demo.Fixed(K, lambda f: demo.by_pass(f, oracle.chances, lambda chance, i: chance))
+    decoder = av.Decoder(target, oracle, [(p, 30) for p in prompts], max_length=40, seed=0,
+                         max_batch_size=2, num_speculative_tokens=K, estimator=truth, cost=STAIRS,
+                         **law)
+    while all(len(text) < 25 for text in prompts):
+        done, survival = decoder.step(), []
+        for text, drafts in zip(prompts, done.drafts.tolist()):
+            with torch.no_grad():
+                p, q = (av.warp(model(torch.tensor([text + drafts])).logits[0, -K - 1:-1], **law)
+                        for model in (target, drafter))
+            survival.append(torch.minimum(p, q).sum(1).cumprod(0))
+        assert done.survival == pytest.approx(torch.stack(survival).numpy(), abs=1e-4)
+        want = av.trim(torch.stack(survival), int(done.num_verified.sum())).tolist()
+        assert done.num_verified.tolist() == want
+        verified.add(tuple(want))
+        prompts = [decoder.text[i, :n].tolist() for i, n in enumerate(decoder.lengths)]
+    assert len(verified) > 2
 
 
 # ------------------------------------------------------------------------ the texts
