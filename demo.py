@@ -213,7 +213,7 @@ def built_in_pair(device: torch.device, quick: bool):
         pair = cached(name, build_pair(large=large))
     if pair:
         return [model.to(device) for model in pair]
-    seconds = 20 if quick else 135
+    seconds = 10 if quick else 135
     print(f"training the built-in pair for {seconds} s" + (" only (--quick)" if quick else "")
           + f", this once; it will be kept in {cache_folder()}", flush=True)
     pair = [model.to(device) for model in build_pair(large=large)]
