@@ -178,8 +178,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
         return num_verified, sample(p[:B], generator)
     rows, position = num_verified + 1, torch.arange(K, device=p.device)
     first = rows.cumsum(0) - rows  # (B,) p row of the first draft
-    rows = (first[:, None] + position).clamp(max=len(p) - 1)  # (B, K)
-    p_x = p[rows, drafts]  # (B, K)
+    p_x = p[(first[:, None] + position).clamp(max=len(p) - 1), drafts]  # (B, K)
     q_x = q.gather(2, drafts[..., None]).squeeze(2)  # (B, K)
     u = torch.rand(B, K, device=p.device, dtype=torch.float64, generator=generator)
     # LOSSLESS: u < p/q, written without the division so that p(x) = 0 never passes, even at u = 0.
@@ -376,33 +375,35 @@ class JointPlan:
         self.draft_ms = cost.draft(np.arange(2 * R + 1))  # of a pass over 0, 1, ... tokens
         self.verify_ms = cost.verify(np.arange(R, R * (K + 1) + 1))  # of 0, 1, ... drafts
         self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
-        n, slope = np.arange(1, R + 1), (self.verify_ms[-1] - self.verify_ms[0]) / (R * K)
-        self.pad_ms = slope / 4 * np.minimum(R - n, 16 * n)  # `Ragged` pads, if n go deeper
+        self.n, self.later = np.arange(1, R + 1)[:, None], np.arange(K)
+        slope = (self.verify_ms[-1] - self.verify_ms[0]) / (R * K)
+        self.pad_ms = slope / 4 * np.minimum(R - self.n, 16 * self.n)  # `Ragged`, if n go deeper
 
     def choose(self, rows: np.ndarray, i: int, read: np.ndarray, end: int) -> np.ndarray:
         """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
 
         read (n,): what the pass reads of each. A draft that survives saves what a token costs, if
         the step ends here. Looks ahead to position `end`, for costs may be a staircase."""
-        token = self.spent / (1 + self.expected[rows, :i].sum(1))  # (n,) ms
-        worth = self.expected[rows, i:end] * token[:, None]  # (n, L) of this draft, the next, ...
-        worth[rows < self.explored, 0] = 9 * (self.draft_ms[-1] + self.verify_ms[-1])  # any price
+        token = self.spent / (1 + self.expected[rows, :i].sum(1, keepdims=True))  # (n, 1) ms
+        worth = self.expected[rows, i:end] * token  # (n, L) of this draft, the next, ...
+        if self.explored:  # at any price
+            worth[rows < self.explored, 0] = 9 * (self.draft_ms[-1] + self.verify_ms[-1])
         order = (-worth[:, 0]).argsort(kind="stable")
-        n, later = np.arange(1, len(rows) + 1)[:, None], np.arange(end - i)
-        verify_ms = self.verify_ms[self.drawn:] - self.verify_ms[self.drawn]
-        first = self.draft_ms[read[order].cumsum()] + self.pad_ms[:len(rows)]  # (n,) this pass
-        ms = first[:, None] + later * self.draft_ms[n] + verify_ms[n * (later + 1)]  # (n, L)
+        n, later = self.n[:len(rows)], self.later[:end - i]
+        ms = (self.draft_ms[read[order].cumsum()][:, None] + self.pad_ms[:len(rows)]  # this pass
+              + later * self.draft_ms[n]  # the next ones
+              + self.verify_ms[self.drawn + n * (later + 1)] - self.verify_ms[self.drawn])  # (n, L)
         gain = worth[order].cumsum(0).cumsum(1) - ms  # of the best 1, 2, ... in 1, 2, ... passes
         best = max([g.argmax() + 1 for g in (gain[:, 0], gain.max(1)) if g.max() > 0], default=0)
-        self.spent += (first[best - 1] + verify_ms[best]) / best if best else 0
+        self.spent += ms[best - 1, 0] / best if best else 0
         self.drawn += best
         return np.sort(rows[order[:best]])
 
     def drew(self, rows: np.ndarray, i: int, confidence: np.ndarray):
         """Draft i of `rows` turned out so sure; the next ones will be more like it than usual."""
-        self.expected[rows, i] = confidence * (self.expected[rows, i - 1] if i else 1)
-        c = 0.75 * confidence[:, None] + 0.25 * self.usual[rows, i + 1:]
-        self.expected[rows, i + 1:] = self.expected[rows, i, None] * c.cumprod(1)
+        c = 0.75 * confidence[:, None] + 0.25 * self.usual[rows, i:]
+        c[:, 0] = confidence * (self.expected[rows, i - 1] if i else 1)
+        self.expected[rows, i:] = c.cumprod(1)
 
 
 def trim(survival: Tensor, budget: int) -> Tensor:
