@@ -119,12 +119,12 @@ def _cut(law, total, top_k, top_p, n):
         whole = few.sum(-1, keepdim=True) if by_k else total
         last = torch.searchsorted(few.cumsum(-1), top_p * whole).clamp_(max=n - 1)
         kept = few * (few >= few.gather(-1, last))  # the first one stays however small top_p is
-    tail = (few if by_k else kept)[..., -1]
-    again = law[tail > 0] if n < V and tail.any() else None
+    short = (few if by_k else kept)[..., -1] > 0
+    again = law[short] if n < V and short.any() else None
     law.zero_().scatter_(-1, at, kept / kept.sum(-1, keepdim=True))
     if again is not None:
-        _cut(again, total[tail > 0], top_k, top_p, 8 * n)
-        law[tail > 0] = again
+        _cut(again, total[short], top_k, top_p, 8 * n)
+        law[short] = again
     return top[..., 0]
 
 
@@ -375,9 +375,9 @@ class JointPlan:
         self.draft_ms = cost.draft(np.arange(2 * R + 1))  # of a pass over 0, 1, ... tokens
         self.verify_ms = cost.verify(np.arange(R, R * (K + 1) + 1))  # of 0, 1, ... drafts
         self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
-        self.n, self.later = np.arange(1, R + 1)[:, None], np.arange(K)
+        self.n, self.later = np.arange(1, R + 1)[:, None], np.arange(K)  # (R, 1), (K,)
         slope = (self.verify_ms[-1] - self.verify_ms[0]) / (R * K)
-        self.pad_ms = slope / 4 * np.minimum(R - self.n, 16 * self.n)  # `Ragged`, if n go deeper
+        self.pad_ms = slope / 4 * np.minimum(R - self.n, 16 * self.n)  # if n go deeper
 
     def choose(self, rows: np.ndarray, i: int, read: np.ndarray, end: int) -> np.ndarray:
         """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
@@ -554,7 +554,7 @@ class SlotLM:
         self.vocab_size, self.embedded = _vocabulary(model)
         configs = (m.config for m in model.modules() if hasattr(m, "config"))
         self.configs = list({id(config): config for config in configs}.values())
-        self.layers, self.kv = set(range(model.config.num_hidden_layers)), {}  # layer: keys, values
+        self.layers, self.kv = set(range(model.config.num_hidden_layers)), {}  # kv: by layer
         self.cached = np.zeros(num_slots, int)  # tokens of each slot that the cache holds
 
     @torch.inference_mode()
@@ -573,7 +573,7 @@ class SlotLM:
         names = [config._attn_implementation for config in self.configs]
         try:
             for config in self.configs:
-                config._attn_implementation_internal = "ragged"  # (the public name: 8 us)
+                config._attn_implementation_internal = "ragged"  # (the public setter is slow)
             out = self.model(input_ids=ids[None], position_ids=self.batch.positions[None],
                              cache=self, use_cache=True, ragged=self.batch,
                              logits_to_keep=self.batch.keep)
@@ -597,7 +597,7 @@ class SlotLM:
         S, L = self.shape
         if layer_idx not in self.kv:
             self.kv[layer_idx] = [x.new_zeros(S, L, x.shape[1], x.shape[3]) for x in (key, value)]
-        for cache, new in zip(self.kv[layer_idx], (key, value)):
+        for cache, new in zip(self.kv[layer_idx], (key, value)):  # (S, L, H_kv, D): a token's heads
             cache[self.batch.slots, self.batch.positions] = new[0].transpose(0, 1)
         return [cache.transpose(1, 2) for cache in self.kv[layer_idx]]
 
@@ -714,13 +714,13 @@ class Decoder:
         # 0. plan. LOSSLESS: the budget is fixed before anything of this step is drawn.
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
         plan = self.choose(limits)
-        # 1. draft, each token with its feature
+        # 1. draft, each token with its feature f (README's 2.)
         drafts, q, features, depths = self.draw(limits, plan)
         budget = plan.drawn if isinstance(plan, JointPlan) else plan
         d, drawn = depths.max(), np.arange(K) < depths[:, None]  # columns in use, (R, K)
         queries = int((lengths - self.target.cached[slots]).sum() + budget)  # R + budget + prompts
         clock.append(_mark(device))
-        # 2 + 3. score, trim (if all is verified, scores can wait for the host)
+        # 2 + 3. score, trim (if all is verified, nothing hangs on a score, and the host makes it)
         num_verified = _send(depths, device)  # (R,)
         if budget < depths.sum():
             survival = self.estimator.predict(features).cumprod(1).where(_send(drawn, device), -1.0)
@@ -855,7 +855,7 @@ class Decoder:
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
 
     def admit(self):
-        """Hand out finished requests, put new ones in their slots; how many there are now."""
+        """Hand out finished requests, put new ones in their slots; the number in slots."""
         for slot in np.flatnonzero(self.lengths >= self.ends):
             if self.index[slot] >= 0:
                 text = self.text[slot, self.start[slot]:self.lengths[slot]].tolist()

@@ -551,9 +551,10 @@ class Arm:
         self.rates, self.steps = [], []  # tokens/s by slice; (Step, seconds)
 
     def slice(self):
-        """Some time's steps, their tokens per second; of few requests some whole ones.
+        """Some time's steps, their tokens per second; of few requests `whole` ones.
 
-        (As many of each kind of text: within a second, one arm might just meet the easiest.)
+        (As many of each kind of text, but for --quick: within a second, one arm might just meet
+        the easiest.)
         """
         began, tokens, few = self.now(), self.stats.committed, self.load < FEW
         while (then := self.now()) < began + self.seconds * (not few) or (
@@ -1329,7 +1330,7 @@ class Fixed(av.AcceptanceEstimator):
         self.steps = self.refit_every + 1  # nothing to wait for
 
     def predict(self, features):
-        """Of a tensor or an array, the same."""
+        """Takes a tensor or an array, returns its kind."""
         confidence = self.confidence(torch.as_tensor(features).double())
         return confidence if isinstance(features, torch.Tensor) else confidence.numpy()
 
@@ -1475,7 +1476,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="show")
     flag = parser.add_argument
-    flag("--quick", action="store_true", help="a check in half a minute, no measurement")
+    flag("--quick", action="store_true", help="a check, half a minute for the table")
     flag("--target", metavar="NAME", help="hub name or folder of a causal LM")
     flag("--draft", metavar="NAME", help="a smaller one with the same vocabulary")
     flag("--prompts", metavar="FILE", help="your own prompts, one per line")

@@ -1622,31 +1622,32 @@ def test_what_the_study_collects_is_what_happened():
 
 
 def test_another_confidence_runs_in_the_loop():
-    """A rival that the loop does not really ask would be measured as if it had trimmed.
+    """A confidence that the loop does not really ask would be measured as if it had trimmed.
 
-    The oracle's confidence is the true chance: what steps say of their drafts, and trim by, is
-    sum(min(p, q)) of both models run on the whole text without a cache."""
+    The oracle's is the true chance: what steps say of their drafts, and trim by, until the last
+    request ends, is sum(min(p, q)) of both models run on the whole text without a cache."""
     target, K, law = llama(), 3, dict(temperature=0.8, top_p=0.9)
-    drafter, prompts, verified = noisy(target, 0.3), [[1, 2, 3], [4, 5]], set()
-    pair = demo.Pair("", target, drafter, prompts, str)
+    drafter, texts, verified = noisy(target, 0.3), [[1, 2, 3], [4, 5]], set()
+    pair = demo.Pair("", target, drafter, texts, str)
     oracle = demo.Oracle(demo.Run(pair, K, law, [2], 0, 1, True), 2)
     truth = demo.Fixed(K, lambda f: demo.by_pass(f, oracle.chances, lambda chance, i: chance))
-    decoder = av.Decoder(target, oracle, [(p, 30) for p in prompts], max_length=40, seed=0,
+    decoder = av.Decoder(target, oracle, [([1, 2, 3], 20), ([4, 5], 30)], max_length=40, seed=0,
                          max_batch_size=2, num_speculative_tokens=K, estimator=truth, cost=STAIRS,
                          **law)
-    while all(len(text) < 25 for text in prompts):
-        done, survival = decoder.step(), []
-        for text, drafts in zip(prompts, done.drafts.tolist()):
+    while done := decoder.step():
+        survival = torch.full(done.survival.shape, -1.0)
+        for row, n in enumerate((done.survival >= 0).sum(1)):
+            text, drafts = texts[done.requests[row]], done.drafts[row].tolist()
             with torch.no_grad():
                 p, q = (av.warp(model(torch.tensor([text + drafts])).logits[0, -K - 1:-1], **law)
                         for model in (target, drafter))
-            survival.append(torch.minimum(p, q).sum(1).cumprod(0))
-        assert done.survival == pytest.approx(torch.stack(survival).numpy(), abs=1e-4)
-        want = av.trim(torch.stack(survival), int(done.num_verified.sum())).tolist()
+            survival[row, :n] = torch.minimum(p, q).sum(1).cumprod(0)[:n]
+            text += drafts[:done.accepted[row]] + [int(done.next_tokens[row])]
+        assert done.survival == pytest.approx(survival.numpy(), abs=1e-4)
+        want = av.trim(survival, int(done.num_verified.sum())).tolist()
         assert done.num_verified.tolist() == want
         verified.add(tuple(want))
-        prompts = [decoder.text[i, :n].tolist() for i, n in enumerate(decoder.lengths)]
-    assert len(verified) > 2
+    assert list(map(len, texts)) == [23, 32] and len(verified) > 4
 
 
 # ------------------------------------------------------------------------ the texts
