@@ -1627,13 +1627,13 @@ def test_another_confidence_runs_in_the_loop():
     The oracle's is the true chance: what steps say of their drafts, and trim by, until the last
     request ends, is sum(min(p, q)) of both models run on the whole text without a cache."""
     target, K, law = llama(), 3, dict(temperature=0.8, top_p=0.9)
-    drafter, texts, verified = noisy(target, 0.3), [[1, 2, 3], [4, 5]], set()
+    drafter, texts, verified = noisy(target, 0.3), [[1, 2, 3], [4, 5], [6]], set()
     pair = demo.Pair("", target, drafter, texts, str)
-    oracle = demo.Oracle(demo.Run(pair, K, law, [2], 0, 1, True), 2)
+    oracle = demo.Oracle(demo.Run(pair, K, law, [3], 0, 1, True), 3)
     truth = demo.Fixed(K, lambda f: demo.by_pass(f, oracle.chances, lambda chance, i: chance))
-    decoder = av.Decoder(target, oracle, [([1, 2, 3], 20), ([4, 5], 30)], max_length=40, seed=0,
-                         max_batch_size=2, num_speculative_tokens=K, estimator=truth, cost=STAIRS,
-                         **law)
+    decoder = av.Decoder(target, oracle, [([1, 2, 3], 20), ([4, 5], 30), ([6], 30)], max_length=40,
+                         max_batch_size=3, num_speculative_tokens=K, estimator=truth, cost=STAIRS,
+                         seed=0, **law)
     while done := decoder.step():
         survival = torch.full(done.survival.shape, -1.0)
         for row, n in enumerate((done.survival >= 0).sum(1)):
@@ -1647,7 +1647,7 @@ def test_another_confidence_runs_in_the_loop():
         want = av.trim(survival, int(done.num_verified.sum())).tolist()
         assert done.num_verified.tolist() == want
         verified.add(tuple(want))
-    assert list(map(len, texts)) == [23, 32] and len(verified) > 4
+    assert list(map(len, texts)) == [23, 32, 31] and len(verified) > 4
 
 
 # ------------------------------------------------------------------------ the texts
