@@ -377,7 +377,7 @@ class JointPlan:
         self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
         self.n, self.later = np.arange(1, R + 1)[:, None], np.arange(K)  # (R, 1), (K,)
         slope = (self.verify_ms[-1] - self.verify_ms[0]) / (R * K)
-        self.pad_ms = slope / 4 * np.minimum(R - self.n, 16 * self.n)  # if n go deeper
+        self.pad_ms = slope / 4 * np.minimum(R - self.n, 16 * self.n)  # padding if n go deeper
 
     def choose(self, rows: np.ndarray, i: int, read: np.ndarray, end: int) -> np.ndarray:
         """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
