@@ -76,7 +76,7 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float 
     """Logits (..., V) to the float32 probabilities they are sampled with, (..., V).
 
     Temperature, then top-k (0: off), then top-p, as transformers and vLLM order them; what ties
-    with the last one kept is kept. Temperature 0 is the one-hot case of the same law."""
+    (float32) with the last one kept is kept. Temperature 0 is the one-hot case of the same law."""
     _check_law(temperature, top_k, top_p)
     return _warp(logits, temperature, int(top_k), top_p)[0]
 
@@ -236,7 +236,7 @@ class AcceptanceEstimator:
         """Confidence, float64, of features (..., K), or (...) of one position; array or tensor."""
         if not isinstance(features, Tensor):
             logit = self.slope * np.asarray(features, float) + self.intercepts[position]
-            return 0.5 + 0.5 * np.tanh(0.5 * logit)
+            return np.exp(-np.logaddexp(0.0, -logit))  # sigmoid: no overflow, no cancelling
         intercepts = _send(self.intercepts, features.device)[position]
         return torch.sigmoid(self.slope * features.double() + intercepts)
 

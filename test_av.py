@@ -14,6 +14,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -771,6 +772,18 @@ def test_the_loop_scores_the_law_that_it_draws_from():
             logits = decoder.drafter.model(before[:, None]).logits[:, 0]
         q_max = (logits / 0.7).double().softmax(-1).amax(-1)
         assert np.allclose(done.features[:, i], (q_max / (1 - q_max)).log(), atol=1e-4)
+
+
+def test_host_and_device_predict_the_same():
+    """A sigmoid that cancels is 0 below -37: what a step says of its drafts would not be what it
+    trimmed by. (Large logits, which overflow an exponential, must not warn.)"""
+    estimator = av.AcceptanceEstimator(3, slope=1.0, intercept=0.0)
+    features = np.array([[-700.0, -40.0, -30.0], [-1e-9, 5.0, 700.0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        host = estimator.predict(features)
+    assert (0 < host).all() and np.exp(-40) == pytest.approx(host[0, 1], rel=1e-12)
+    assert host == pytest.approx(estimator.predict(torch.tensor(features)).numpy(), rel=1e-12)
 
 
 def test_a_position_alone_is_predicted_as_among_all():
