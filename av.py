@@ -570,7 +570,7 @@ class SlotLM:
                             tokens.device)
         # subtle: an id that only the target has is fed as the last one; q may be anything.
         ids = tokens[self.batch.slots, self.batch.positions].clamp(max=self.embedded - 1)
-        names = [config._attn_implementation for config in self.configs]
+        names = [config._attn_implementation_internal for config in self.configs]
         try:
             for config in self.configs:
                 config._attn_implementation_internal = "ragged"  # (the public setter is slow)
