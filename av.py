@@ -386,8 +386,6 @@ class JointPlan:
         the step ends here. Looks ahead to position `end`, for costs may be a staircase."""
         token = self.spent / (1 + self.expected[rows, :i].sum(1, keepdims=True))  # (n, 1) ms
         worth = self.expected[rows, i:end] * token  # (n, L) of this draft, the next, ...
-        if self.explored:  # at any price
-            worth[rows < self.explored, 0] = 9 * (self.draft_ms[-1] + self.verify_ms[-1])
         order = (-worth[:, 0]).argsort(kind="stable")
         n, later = self.n[:len(rows)], self.later[:end - i]
         ms = (self.draft_ms[read[order].cumsum()][:, None] + self.pad_ms[:len(rows)]  # this pass
@@ -395,9 +393,12 @@ class JointPlan:
               + self.verify_ms[self.drawn + n * (later + 1)] - self.verify_ms[self.drawn])  # (n, L)
         gain = worth[order].cumsum(0).cumsum(1) - ms  # of the best 1, 2, ... in 1, 2, ... passes
         best = max([g.argmax() + 1 for g in (gain[:, 0], gain.max(1)) if g.max() > 0], default=0)
-        self.spent += ms[best - 1, 0] / best if best else 0
-        self.drawn += best
-        return np.sort(rows[order[:best]])
+        draws = rows < self.explored  # (n,) these at any price; no others because of them
+        draws[order[:best]] = True
+        count = int(draws.sum())
+        self.spent += ms[count - 1, 0] / count if count else 0
+        self.drawn += count
+        return rows[draws]
 
     def drew(self, rows: np.ndarray, i: int, confidence: np.ndarray):
         """Draft i of `rows` turned out so sure; the next ones will be more like it than usual."""
@@ -753,12 +754,11 @@ class Decoder:
     def choose(self, limits):
         """Budget of this step, LOSSLESS from earlier steps only; or a JointPlan (verifies all).
 
-        limits (R,): drafts that each can use. One step in each round of the estimator, but no more
-        than each tenth, drafts and verifies all (joint, where that costs most: of a 16th of the
-        requests, 4 at least): what is never verified is never learned again."""
+        limits (R,): drafts each can use. One step a round, no more than each tenth, verifies all
+        (joint: of 16 requests; fewer cost hardly less): deep ones would be forgotten otherwise."""
         explore = self.estimator and self.estimator.steps % max(self.estimator.refit_every, 10) == 0
         if self.plan == "joint":
-            explored = max(4, len(limits) // 16) if explore else 0
+            explored = 16 if explore else 0
             return JointPlan(self.confidence[self.slots], self.cost, explored)
         if explore or self.plan == "fixed":
             return int(limits.sum())
