@@ -936,20 +936,20 @@ def test_rounds_of_one_step_do_not_explore_in_each():
 
 
 def test_what_is_expected_of_deep_drafts_follows_the_few_that_were_drawn():
-    """Joint's first step draws for 4 of 32 requests. Were the others counted as well, the mean of
+    """Joint's first step draws for 16 of 32 requests. Were the others counted as well, the mean of
     positions that are seldom drafted would take thousands of steps to follow a change."""
     decoder = av.Decoder(llama(), noisy(llama(), 0.3), [([1, 2], 20)] * 32, max_length=22, seed=0,
                          max_batch_size=32, num_speculative_tokens=3, plan="joint", cost=STAIRS)
     decoder.mean_confidence[:] = 0.5
     done = decoder.step()
     first = done.survival[:, 0]
-    moved = (first[:4] - 0.5).sum() / (5 * 4 + 80)  # as 4 of the 5 x 4 + 80 that are remembered
-    assert (first[4:] == -1).all() and abs(moved) > 1e-4
+    moved = (first[:16] - 0.5).sum() / (5 * 16 + 80)  # as 16 of the 5 x 16 + 80 that are remembered
+    assert (first[16:] == -1).all() and abs(moved) > 1e-4
     assert decoder.mean_confidence[0] == pytest.approx(0.5 + moved)
     # A fifth of what a request showed in this step goes into what is expected of its next one.
-    shown = done.survival[:4, 1] / first[:4]
-    assert decoder.confidence[:4, 1] == pytest.approx(0.5 + (shown - 0.5) / 5)
-    assert decoder.confidence[4:, 1] == pytest.approx(0.5) and abs(shown - first[:4]).max() > 0.01
+    shown = done.survival[:16, 1] / first[:16]
+    assert decoder.confidence[:16, 1] == pytest.approx(0.5 + (shown - 0.5) / 5)
+    assert decoder.confidence[16:, 1] == pytest.approx(0.5) and abs(shown - first[:16]).max() > 0.01
 
 
 # ------------------------------------------------------------------------ costs, budget, trim
@@ -1072,7 +1072,7 @@ def test_joint_expects_the_next_drafts_to_be_like_the_last_one():
 
 
 def test_joint_explores_at_any_price():
-    """What is never drafted is never learned, so some requests draft whatever it costs. Others do not
+    """What is never drafted is never learned, so some requests draft whatever it costs. No others
     join because the pass is made anyway: the drafter may have all of their text to read first."""
     dear = av.CostTable({1: 1e200}, {1: 1e200, 9: 1e201})
     one_pass = av.CostTable({1: 5.0}, {1: 1.0, 3: 3.0, 9: 3.3})  # where one drafts, all gain by it
