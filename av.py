@@ -754,13 +754,13 @@ class Decoder:
     def choose(self, limits):
         """Budget of this step, LOSSLESS from earlier steps only; or a JointPlan (verifies all).
 
-        limits (R,): drafts each can use. One step a round, no more than each tenth, verifies all
-        (joint: of 16 requests; fewer cost hardly less): deep ones would be forgotten otherwise."""
-        explore = self.estimator and self.estimator.steps % max(self.estimator.refit_every, 10) == 0
+        limits (R,): drafts each can use. One step a round, but no more than each tenth, drafts and
+        verifies all, as what is never verified is never learned again (joint, where that costs
+        most: each second round, and of 16 requests: fewer cost hardly less)."""
         if self.plan == "joint":
-            explored = 16 if explore else 0
-            return JointPlan(self.confidence[self.slots], self.cost, explored)
-        if explore or self.plan == "fixed":
+            explore = self.estimator.steps % max(2 * self.estimator.refit_every, 10) == 0
+            return JointPlan(self.confidence[self.slots], self.cost, 16 if explore else 0)
+        if self.plan == "fixed" or self.estimator.steps % max(self.estimator.refit_every, 10) == 0:
             return int(limits.sum())
         survival = self.confidence[self.slots].cumprod(1)
         survival[np.arange(self.K) >= limits[:, None]] = -1.0
