@@ -216,8 +216,8 @@ class AcceptanceEstimator:
     One slope for all positions, one intercept each: K + 1 parameters, O(K) state, float64. One per
     pair and sampling setting. Defaults are vLLM's, the start is its authors' median of five pairs.
 
-    num_speculative_tokens: K >= 1. refit_every: N, decode steps per round; one of them (of ten, if
-    N < 10) a `Decoder` verifies in full. ridge: keeps H regular where a position has no labels.
+    num_speculative_tokens: K >= 1. refit_every: N, decode steps per round, and how often all is
+    verified (see `Decoder.choose`). ridge: keeps H regular where a position has no labels.
     damping: labels at which a coefficient takes half its step. Raises ValueError out of range."""
 
     def __init__(self, num_speculative_tokens: int, *, refit_every: int = 100, ridge: float = 1e-3,
@@ -365,7 +365,7 @@ def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
 class JointPlan:
     """Joint: who drafts one token more, pass by pass of one step; R requests, K positions.
 
-    confidence (R, K): usual ones. explored: so many requests, the first, draft at any price.
+    confidence (R, K): usual ones, 0: can't be used. explored: as many requests draft at any price.
     LOSSLESS: whatever is drafted will be verified, so this decides about tokens that are not drawn
     yet, and may look at all that were, of this step too."""
 
@@ -375,25 +375,25 @@ class JointPlan:
         self.draft_ms = cost.draft(np.arange(2 * R + 1))  # of a pass over 0, 1, ... tokens
         self.verify_ms = cost.verify(np.arange(R, R * (K + 1) + 1))  # of 0, 1, ... drafts
         self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
-        self.n, self.later = np.arange(1, R + 1)[:, None], np.arange(K)  # (R, 1), (K,)
-        slope = (self.verify_ms[-1] - self.verify_ms[0]) / (R * K)
-        self.pad_ms = slope / 4 * np.minimum(R - self.n, 16 * self.n)  # padding if n go deeper
+        n, passes = np.arange(1, R + 1)[:, None], np.arange(1, K + 1)  # (R, 1), (K,)
+        self.drafts, slope = n * passes, (self.verify_ms[-1] - self.verify_ms[0]) / (R * K)
+        pads = slope / 4 * np.minimum((R - n) * passes, 16 * n)  # if n go deeper than the others
+        self.more_ms = (passes - 1) * self.draft_ms[n] + pads  # (R, K) beside the first pass
 
-    def choose(self, rows: np.ndarray, i: int, read: np.ndarray, end: int) -> np.ndarray:
+    def choose(self, rows: np.ndarray, i: int, read: np.ndarray) -> np.ndarray:
         """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
 
         read (n,): what the pass reads of each. A draft that survives saves what a token costs, if
-        the step ends here. Looks ahead to position `end`, for costs may be a staircase."""
+        the step ends here. Looks ahead, to the last position, for costs may be a staircase."""
         token = self.spent / (1 + self.expected[rows, :i].sum(1, keepdims=True))  # (n, 1) ms
-        worth = self.expected[rows, i:end] * token  # (n, L) of this draft, the next, ...
+        worth = self.expected[rows, i:] * token  # (n, L) of this draft, the next, ...
         order = (-worth[:, 0]).argsort(kind="stable")
-        n, later = self.n[:len(rows)], self.later[:end - i]
-        ms = (self.draft_ms[read[order].cumsum()][:, None] + self.pad_ms[:len(rows)]  # this pass
-              + later * self.draft_ms[n]  # the next ones
-              + self.verify_ms[self.drawn + n * (later + 1)] - self.verify_ms[self.drawn])  # (n, L)
+        n, L = worth.shape
+        ms = (self.draft_ms[read[order].cumsum(), None] + self.more_ms[:n, :L]
+              + self.verify_ms[self.drawn + self.drafts[:n, :L]] - self.verify_ms[self.drawn])
         gain = worth[order].cumsum(0).cumsum(1) - ms  # of the best 1, 2, ... in 1, 2, ... passes
         best = max([g.argmax() + 1 for g in (gain[:, 0], gain.max(1)) if g.max() > 0], default=0)
-        draws = rows < self.explored  # (n,) these at any price; no others because of them
+        draws = rows < self.explored  # (n,) at any price; in this pass no others because of them
         draws[order[:best]] = True
         count = int(draws.sum())
         self.spent += ms[count - 1, 0] / count if count else 0
@@ -402,7 +402,8 @@ class JointPlan:
 
     def drew(self, rows: np.ndarray, i: int, confidence: np.ndarray):
         """Draft i of `rows` turned out so sure; the next ones will be more like it than usual."""
-        c = 0.75 * confidence[:, None] + 0.25 * self.usual[rows, i:]
+        usual = self.usual[rows, i:]
+        c = (0.75 * confidence[:, None] + 0.25 * usual) * (usual > 0)
         c[:, 0] = confidence * (self.expected[rows, i - 1] if i else 1)
         self.expected[rows, i:] = c.cumprod(1)
 
@@ -595,10 +596,9 @@ class SlotLM:
 
     def update(self, key, value, layer_idx, *args, **kwargs):
         """What a model calls on its cache: store (1, H_kv, T, D) twice, return all the slots."""
-        S, L = self.shape
         if layer_idx not in self.kv:
-            self.kv[layer_idx] = [x.new_zeros(S, L, x.shape[1], x.shape[3]) for x in (key, value)]
-        for cache, new in zip(self.kv[layer_idx], (key, value)):  # (S, L, H_kv, D): a token's heads
+            self.kv[layer_idx] = [x.new_zeros(*self.shape, *x.shape[1::2]) for x in (key, value)]
+        for cache, new in zip(self.kv[layer_idx], (key, value)):  # (slots, S, H_kv, D)
             cache[self.batch.slots, self.batch.positions] = new[0].transpose(0, 1)
         return [cache.transpose(1, 2) for cache in self.kv[layer_idx]]
 
@@ -661,8 +661,8 @@ class Decoder:
     """Requests in slots, and one step of all of them; arguments as in `generate`.
 
     requests: an iterator of (prompt, max_new_tokens), endless if you like; one that wants 0 tokens
-    is passed over. max_length: the most tokens of a request, its prompt included. cost: for all
-    plans but "fixed". finished: (number, new tokens) of those that ended; empty it now and then."""
+    is passed over. max_length: the most tokens of a request, its prompt included. cost: not needed
+    by "fixed". finished: (number, new tokens) of those that ended; empty it now and then."""
 
     def __init__(self, target, drafter, requests, *, max_length, max_batch_size=64,
                  num_speculative_tokens=7, plan="verification", estimator=None, cost=None,
@@ -690,7 +690,7 @@ class Decoder:
         self.drafter = drafter if own else SlotLM(drafter, B, max_length)
         self.models = [self.target, self.drafter] if K else [self.target]
         self.sampling = dict(temperature=temperature, top_k=int(top_k), top_p=top_p)
-        self.requests = (x for x in enumerate(requests) if x[1][1] != 0)  # who wants any tokens
+        self.requests = filter(lambda x: x[1][1] != 0, enumerate(requests))  # who wants any tokens
         # By slot. Committed text, then this step's drafts, which count once they are accepted.
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
         self.text = np.zeros((B, max_length), int)  # the host's copy, without drafts
@@ -712,12 +712,12 @@ class Decoder:
             return None
         slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
         R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
-        # 0. plan. LOSSLESS: the budget is fixed before anything of this step is drawn.
+        # 0. plan. LOSSLESS: a budget is fixed before anything of this step is drawn.
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
         plan = self.choose(limits)
         # 1. draft, each token with its feature f (README's 2.)
         drafts, q, features, depths = self.draw(limits, plan)
-        budget = plan.drawn if isinstance(plan, JointPlan) else plan
+        budget = plan.drawn if isinstance(plan, JointPlan) else plan  # LOSSLESS: joint checks all
         d, drawn = depths.max(), np.arange(K) < depths[:, None]  # columns in use, (R, K)
         queries = int((lengths - self.target.cached[slots]).sum() + budget)  # R + budget + prompts
         clock.append(_mark(device))
@@ -757,20 +757,20 @@ class Decoder:
         limits (R,): drafts each can use. One step a round, but no more than each tenth, drafts and
         verifies all, as what is never verified is never learned again (joint, where that costs
         most: each second round, and of 16 requests: fewer cost hardly less)."""
+        usable = np.arange(self.K) < limits[:, None]  # (R, K)
         if self.plan == "joint":
             explore = self.estimator.steps % max(2 * self.estimator.refit_every, 10) == 0
-            return JointPlan(self.confidence[self.slots], self.cost, 16 if explore else 0)
+            return JointPlan(self.confidence[self.slots] * usable, self.cost, 16 * explore)
         if self.plan == "fixed" or self.estimator.steps % max(self.estimator.refit_every, 10) == 0:
             return int(limits.sum())
-        survival = self.confidence[self.slots].cumprod(1)
-        survival[np.arange(self.K) >= limits[:, None]] = -1.0
+        survival = np.where(usable, self.confidence[self.slots].cumprod(1), -1.0)
         return draft_budget(survival, self.cost)
 
     def draw(self, limits, plan):
         """Up to `limits` (R,) tokens per request; with a JointPlan no more than pay.
 
-        Returns drafts (R, K), q (R, K, V; anything where nothing was drafted), features (R, K) and
-        depths (R,)."""
+        Returns drafts (R, K), q (R, K or as many as fit, V; anything where nothing was drafted),
+        features (R, K) and depths (R,)."""
         joint = plan if isinstance(plan, JointPlan) else None
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
@@ -783,7 +783,7 @@ class Decoder:
             if joint and len(rows):
                 # A first pass also reads a last draft that was accepted. What else the drafter has
                 # missed is not charged: it has to be read once, and would keep it behind for ever.
-                rows = joint.choose(rows, i, np.minimum(read[rows], 1 if own else 2), limits.max())
+                rows = joint.choose(rows, i, np.minimum(read[rows], 1 if own else 2))
             if not len(rows):
                 break
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
@@ -794,7 +794,7 @@ class Decoder:
             _need(n == len(rows) and len(w) == 1, "drafter.logits", f"{len(rows)} rows", [n, *w])
             in_q = n == R and w[0] >= V  # then the law is made where it is kept
             law, q_max = _warp(logits[:, :V], **self.sampling, out=q[:, i] if in_q else None)
-            x, feature = sample(law, self.generator), _logit(q_max)  # (rows,)
+            x, feature = sample(law, self.generator), _logit(q_max)  # LOSSLESS: q_max, never q(x)
             row = slice(None) if len(rows) == R else _send(rows, device)
             self.tokens[_send(slots, device), _send(ends, device)] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
@@ -849,7 +849,7 @@ class Decoder:
             return
         draft, verify, passes = self.cost.draft, self.cost.verify, np.array(self.passes)
         seconds["predicted"] = (draft(passes).sum() + verify(queries)) / 1e3
-        if self.cost.learning and self.stats.steps % 2 == 1:  # (for an even N exploring ones too)
+        if self.cost.learning and self.stats.steps % 2 == 1:  # (every second says enough)
             if len(passes):
                 draft.learn(passes.mean(), seconds["draft"] * 1e3 / len(passes))
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
@@ -910,7 +910,7 @@ def measure_costs(target, drafter, prompts, *, num_speculative_tokens=7, max_bat
     decoder.admit, draft, verify = lambda: True, {}, {}
     # Requests, drafts and budget, and tokens of each request that the first drafter pass reads.
     shapes = [(R, K, 0, 1) for R in sorted({1, -(-B // 4), -(-B // 2), B})]
-    # (Below 9 tokens each number: where a matrix library changes its ways, costs jump.)
+    # (From B + 1 to 8 tokens each number: where a matrix library changes its ways, costs jump.)
     budgets = {int(K * B * share) for share in (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1)}
     shapes += [(B, K, b, 1) for b in budgets.union(range(1, min(K * B, 8 - B) + 1))]
     times = {shape: [] for shape in (*shapes, (B, 1, 0, min(n, 4)))}
@@ -941,7 +941,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     drafts only what pays and verifies that. max_batch_size: requests at once; one that ends is
     replaced before the next step. temperature, top_k (0: off), top_p: of both models, whose own
     generation configs are not read. eos_token_id: none, one or several. estimator, cost: go on with
-    these; default: a fresh estimator, and costs measured now. on_step: is given every `Step`.
+    these, which learn on; default: a fresh one, and costs measured now. on_step: gets every `Step`.
 
     Same seed, inputs, device, estimator and cost table built from points: same tokens (a measured
     table learns from the clock: same distribution). ValueError before any work (own drafters: when

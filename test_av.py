@@ -1031,11 +1031,12 @@ def test_joint_drafts_for_the_requests_that_gain_most():
         steps = rng.choice([0.0, 0.1, 1.5], n * (K + 1))
         cost = av.CostTable({1: 0.1 + rng.random() / 5, 6: 0.4},
                             dict(enumerate((1 + (steps + 0.01).cumsum()).tolist(), 1)))
-        plan = av.JointPlan(rng.random((n, K)) ** 0.5, cost)
+        usable = np.arange(K) < rng.integers(1, K + 1, n)[:, None]
+        plan = av.JointPlan(rng.random((n, K)) ** 0.5 * usable, cost)
         token, survival = float(cost.verify(n)) / n, plan.usual.cumprod(1)
         pad = (cost.verify(n * (K + 1)) - cost.verify(n)) / (4 * n * K)  # ms of one query of it
         price = lambda k, m: (m * cost.draft(k) + cost.verify(n + m * k) - cost.verify(n)
-                              + pad * min(n - k, 16 * k))
+                              + pad * min((n - k) * m, 16 * k))
         gain = lambda rows, m: (survival[list(rows), :m].sum() * token - price(len(rows), m)
                                 if len(rows) else 0.0)
         now = max((rows for k in range(n + 1) for rows in itertools.combinations(range(n), k)),
@@ -1043,7 +1044,7 @@ def test_joint_drafts_for_the_requests_that_gain_most():
         order = np.argsort(-survival[:, 0])
         ahead = max((order[:k] for k in range(n + 1)),
                     key=lambda rows: max(gain(rows, m) for m in range(1, K + 1)))
-        chosen = plan.choose(np.arange(n), 0, np.ones(n, int), K)
+        chosen = plan.choose(np.arange(n), 0, np.ones(n, int))
         assert sorted(chosen) == max(sorted(now), sorted(ahead), key=len)
         assert plan.drawn == len(chosen)
         if len(chosen):
@@ -1060,15 +1061,18 @@ def test_joint_expects_the_next_drafts_to_be_like_the_last_one():
     for ms, drawn in (0.9, 1), (1.0, 0):
         cost = av.CostTable({1: 0.5}, {1: 2.0, 2: 2.5, 3: 2.0 + ms, 4: 99.0})
         plan, one = av.JointPlan(np.full((1, 3), 0.4), cost), np.array([0])
-        assert len(plan.choose(one, 0, np.array([1]), 3)) == 0  # .4 * 2 ms is less than 1 ms
+        assert len(plan.choose(one, 0, np.array([1]))) == 0  # .4 * 2 ms is less than 1 ms
         plan.explored = 1
-        assert len(plan.choose(one, 0, np.array([1]), 3)) == 1 and plan.spent == 3.0
+        assert len(plan.choose(one, 0, np.array([1]))) == 1 and plan.spent == 3.0
         plan.drew(one, 0, np.array([0.8]))
         assert plan.expected == pytest.approx(np.array([[0.8, 0.56, 0.392]]))
         plan.explored = 0
-        assert len(plan.choose(one, 1, np.array([1]), 3)) == drawn
+        assert len(plan.choose(one, 1, np.array([1]))) == drawn
         plan.drew(one, 1, np.array([0.5]))  # it survives only if the first does
         assert plan.expected[0, :2] == pytest.approx([0.8, 0.4])
+    plan = av.JointPlan(np.array([[0.4, 0.4, 0]]), cost)  # its last token comes after two drafts
+    plan.drew(one, 0, np.array([0.8]))
+    assert plan.expected == pytest.approx(np.array([[0.8, 0.56, 0]]))
 
 
 def test_joint_explores_at_any_price():
@@ -1078,7 +1082,7 @@ def test_joint_explores_at_any_price():
     one_pass = av.CostTable({1: 5.0}, {1: 1.0, 3: 3.0, 9: 3.3})  # where one drafts, all gain by it
     for cost in dear, one_pass:
         plan = av.JointPlan(np.full((3, 2), 0.4), cost, explored=2)
-        assert plan.choose(np.arange(3), 0, np.ones(3, int), 2).tolist() == [0, 1]
+        assert plan.choose(np.arange(3), 0, np.ones(3, int)).tolist() == [0, 1]
         assert plan.drawn == 2
 
 
@@ -1111,7 +1115,9 @@ def test_prompts_in_a_step_do_not_change_what_is_verified():
         assert decoder.choose(np.array([2, 2])) == 2, pending
         # Joint: a slot costs 1.01 ms (.25 of it for pads, if one of the two is left out), and a
         # token 12 / 2: .9 pays, and of the others .15 (.9 ms for 1.01 - .25), but not .12 (.72).
-        decoder.plan, decoder.confidence[:, 1] = "joint", 0
+        decoder.plan = "joint"
+        assert decoder.choose(np.array([2, 1])).usual.tolist() == [[0.9, 2 / 9], [0.3, 0]]
+        decoder.confidence[:, 1] = 0
         for second, depths in (0.15, [1, 1]), (0.12, [1, 0]):
             decoder.confidence[1, 0] = second
             decoder.drafter.commit(decoder.slots, decoder.lengths)
