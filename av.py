@@ -365,7 +365,7 @@ def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
 class JointPlan:
     """Joint: who drafts one token more, pass by pass of one step; R requests, K positions.
 
-    confidence (R, K): usual ones, 0: can't be used. explored: as many requests draft at any price.
+    confidence (R, K): usual ones, 0: can't be used. explored: the first so many draft at any price.
     LOSSLESS: whatever is drafted will be verified, so this decides about tokens that are not drawn
     yet, and may look at all that were, of this step too."""
 
@@ -393,7 +393,7 @@ class JointPlan:
               + self.verify_ms[self.drawn + self.drafts[:n, :L]] - self.verify_ms[self.drawn])
         gain = worth[order].cumsum(0).cumsum(1) - ms  # of the best 1, 2, ... in 1, 2, ... passes
         best = max([g.argmax() + 1 for g in (gain[:, 0], gain.max(1)) if g.max() > 0], default=0)
-        draws = rows < self.explored  # (n,) at any price; in this pass no others because of them
+        draws = rows < self.explored  # (n,) at any price; the others as if these paid theirs
         draws[order[:best]] = True
         count = int(draws.sum())
         self.spent += ms[count - 1, 0] / count if count else 0
