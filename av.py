@@ -17,7 +17,7 @@ confidence c_i   P(draft i is accepted, given that all before it were) acceptanc
 survival s_i     c_1 * ... * c_i                                       survival
 draft budget     drafts sent to the target per step, all requests      draft budget
 bonus token      the one more token that each step gives a request     bonus token
-B, V, T          requests, vocabulary, packed query tokens of a pass
+B, V, T          requests (in the loop: slots, of them R in use), vocabulary, tokens of a pass
 
     accept x_i   with probability min(1, p(x_i) / q(x_i)), else draw from norm(max(0, p - q))
     feature      f_i = logit(q_max,i) = max(logits) - logsumexp(the other logits)
@@ -486,10 +486,10 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
 
     transformers calls it through `AttentionInterface`; returns ((1, T, H, D_v), None). Grouped
     heads, sliding windows, soft caps and sinks are supported; all else is refused by name."""
-    more = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
+    more = [k for k, v in kwargs.items() if v is not None and k not in _HARMLESS]
     more += ["a mask of its own"] * (attention_mask is not None)
-    if sliding_window is None and not getattr(module.config, "layer_types", None) and getattr(
-            module.config, "sliding_window", None):
+    if sliding_window is None and getattr(module.config, "sliding_window", None) and not getattr(
+            module.config, "layer_types", None):
         more.append("a sliding window that it does not pass on")
     if ragged is None or dropout or more or not getattr(module, "is_causal", True):
         why = ("does not pass on the batch layout" if ragged is None else
@@ -738,9 +738,9 @@ class Decoder:
         # The one read-back: a float64 table that holds ids and counts exactly.
         host = _read_back(torch.cat([x.view(R, -1) for x in columns], 1))
         ids, features = host[:, 1:4 + K].astype(int), host[:, 4 + K:]
-        for name, values in ("target", host[:, 0]), ("drafter", features):
-            if not np.isfinite(values).all():
-                raise FloatingPointError(f"the {name} returned logits that are not finite")
+        if not np.isfinite(host.sum()):
+            name = "drafter" if np.isfinite(host[:, 0]).all() else "target"
+            raise FloatingPointError(f"the {name} returned logits that are not finite")
         confidence = self.estimator.predict(features) if self.estimator else drawn  # (R, K)
         done = Step(self.index[slots], *ids[:, :3].T, ids[:, 3:], features,
                     np.where(drawn, confidence.cumprod(1), -1.0), {})
@@ -754,23 +754,22 @@ class Decoder:
     def choose(self, limits):
         """Budget of this step, LOSSLESS from earlier steps only; or a JointPlan (verifies all).
 
-        limits (R,): drafts each can use. One step a round, but no more than each tenth, drafts and
-        verifies all, as what is never verified is never learned again (joint, where that costs
-        most: each second round, and of 16 requests: fewer cost hardly less)."""
-        usable = np.arange(self.K) < limits[:, None]  # (R, K)
-        if self.plan == "joint":
-            explore = self.estimator.steps % max(2 * self.estimator.refit_every, 10) == 0
-            return JointPlan(self.confidence[self.slots] * usable, self.cost, 16 * explore)
-        if self.plan == "fixed" or self.estimator.steps % max(self.estimator.refit_every, 10) == 0:
+        limits (R,): drafts each can use. Once a round, of 10 steps at least, all is drafted and
+        verified: what never is, is never learned again. (Joint: each second round, 16 requests.)"""
+        if self.plan == "fixed":
             return int(limits.sum())
-        survival = np.where(usable, self.confidence[self.slots].cumprod(1), -1.0)
-        return draft_budget(survival, self.cost)
+        usable, confidence = np.arange(self.K) < limits[:, None], self.confidence[self.slots]
+        steps, every = self.estimator.steps, max(self.estimator.refit_every, 10)
+        if self.plan == "joint":
+            return JointPlan(confidence * usable, self.cost, 16 * (steps % (2 * every) == 0))
+        if steps % every == 0:
+            return int(limits.sum())
+        return draft_budget(np.where(usable, confidence.cumprod(1), -1.0), self.cost)
 
     def draw(self, limits, plan):
         """Up to `limits` (R,) tokens per request; with a JointPlan no more than pay.
 
-        Returns drafts (R, K), q (R, K or as many as fit, V; anything where nothing was drafted),
-        features (R, K) and depths (R,)."""
+        Returns drafts (R, K), q (R, <= K, V; void where nothing was drafted), features, depths."""
         joint = plan if isinstance(plan, JointPlan) else None
         R, K, V, device = len(self.slots), self.K, self.target.vocab_size, self.device
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
@@ -790,18 +789,18 @@ class Decoder:
             self.passes.append(len(rows) if own else int(read[rows].sum()))  # tokens of each
             depths[rows], read[rows] = i + 1, 1
             logits = self.drafter.logits(self.tokens, ends, slots)
-            n, *w = getattr(logits, "shape", 0) or [0]
-            _need(n == len(rows) and len(w) == 1, "drafter.logits", f"{len(rows)} rows", [n, *w])
-            in_q = n == R and w[0] >= V  # then the law is made where it is kept
+            n, got = len(rows), tuple(getattr(logits, "shape", ()))
+            _need(len(got) == 2 and got[0] == n and got[1], "drafter.logits", f"({n}, V)", got)
+            in_q = n == R and got[1] >= V  # then the law is made where it is kept
             law, q_max = _warp(logits[:, :V], **self.sampling, out=q[:, i] if in_q else None)
             x, feature = sample(law, self.generator), _logit(q_max)  # LOSSLESS: q_max, never q(x)
-            row = slice(None) if len(rows) == R else _send(rows, device)
+            row = slice(None) if n == R else _send(rows, device)
             self.tokens[_send(slots, device), _send(ends, device)] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
             if not in_q:
                 q[row, i, :law.shape[1]], q[row, i, law.shape[1]:] = law, 0.0
             features[row, i] = feature
-            self.stats.proposed[i] += len(rows)
+            self.stats.proposed[i] += n
             if joint and device.type in READ_FREELY:
                 joint.drew(rows, i, self.estimator.predict(feature.numpy(), i))
         return drafts, q, features, depths
@@ -978,10 +977,10 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
 def _check_pair(target, drafter, K):
     """Whether the two can run together; returns the vocabulary and their position limit."""
     models, verbs = {"target": target}, ("logits", "commit", "reset")
-    if K and hasattr(drafter, "logits"):
+    if K and hasattr(drafter, "logits") and not isinstance(drafter, SlotLM):
         _need(all(hasattr(drafter, v) for v in verbs), "drafter", f"one with {verbs}", drafter)
     elif K:
-        models["drafter"] = drafter
+        models["drafter"] = drafter.model if isinstance(drafter, SlotLM) else drafter
     for name, model in models.items():
         _check_model(name, model)
         _need(model.device == target.device, f"{name}.device", f"{target.device}", model.device)
@@ -998,7 +997,8 @@ def _check_prompts(prompts, max_new_tokens, V, limit):
     """Prompts and numbers of new tokens, as lists of whole numbers that fit the models."""
     _need(isinstance(prompts, (list, tuple)) or getattr(prompts, "ndim", 0), "prompts",
           "lists of ids", prompts)
-    new = list(max_new_tokens) if np.ndim(max_new_tokens) else [max_new_tokens] * len(prompts)
+    each = isinstance(max_new_tokens, (list, tuple)) or getattr(max_new_tokens, "ndim", 0)
+    new = list(max_new_tokens) if each else [max_new_tokens] * len(prompts)
     _need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
     requests = []
     for i, (prompt, n) in enumerate(zip(prompts, new)):
