@@ -83,7 +83,7 @@ def warp(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float 
 
 def _warp(logits, temperature, top_k, top_p, out=None):
     """The law, in `out` if given, and (...,) its largest probability before any cut."""
-    law, total = _softmax(logits, temperature or 1.0, out)
+    law, total = _softmax(logits, temperature, out)
     if temperature == 0:
         top = law.amax(-1)
         law.zero_().scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -98,7 +98,7 @@ def _warp(logits, temperature, top_k, top_p, out=None):
 def _softmax(logits, temperature, out=None):
     """Probabilities but for their sums, which in float32 may be off by 5e-4 for a large V."""
     logits = logits.float()
-    if temperature != 1:
+    if temperature not in (0, 1):
         # Less the maximum: a tiny temperature then underflows to exp(-inf) = 0, never to inf - inf.
         logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     law = torch.softmax(logits, -1, out=out)
@@ -142,7 +142,7 @@ def _largest(x, n):
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw per row from unnormalised probabilities, (..., V) -> (...,); no host read-back.
 
-    Inverse CDF in float64: one uniform per row instead of V exponentials. Of a large vocabulary
+    Inverse CDF in float64: a uniform or two per row, not V exponentials. Of a large vocabulary
     first a block of tokens is drawn, then one in it: each is summed once, few are accumulated."""
     V = probs.shape[-1]
     if V > 1024 and (size := math.gcd(V, 512)) > 1:
@@ -189,7 +189,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     q_next = q[torch.arange(B, device=p.device), accepted.clamp(max=K - 1)]
     rejected = (accepted < num_verified)[:, None].to(q.dtype)
     residual = torch.addcmul(p_next, q_next, rejected, value=-1).clamp_(min=0)
-    # subtle: rounding can leave a residual of zero mass (p = q); its limit is p itself.
+    # subtle: rounding can leave a residual of zero mass (p = q): then p, as any law would do.
     residual = residual.where(residual.sum(-1, keepdim=True) > 0, p_next)
     return accepted, sample(residual, generator)
 
@@ -202,7 +202,7 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
     LOSSLESS: reads the law, never the drawn token. Taken before top-k and top-p, which often leave
     one token (q_max = 1, no information); temperature 0 uses the unscaled logits."""
-    law, total = _softmax(logits, temperature or 1.0)
+    law, total = _softmax(logits, temperature)
     return _logit(law.amax(-1) / total[..., 0])
 
 
@@ -284,9 +284,8 @@ class AcceptanceEstimator:
         step = -np.linalg.lstsq(H, g, rcond=None)[0] * damp  # (a tiny ridge may leave H singular)
         # A negative slope would call the surer draft the worse one. It stops at zero, and the
         # intercepts then take the step that fits the slope really taken.
-        stop = max(step[0], -self.slope)
-        if stop > step[0]:
-            step = np.append(stop, -(g + H[0] * stop)[1:] / H.diagonal()[1:] * damp[1:])
+        if step[0] < -self.slope:
+            step = np.append(-self.slope, (H[0] * self.slope - g)[1:] / H.diagonal()[1:] * damp[1:])
         # Nothing moves by more than 1 in a round: a bad spell must not bury a position.
         step /= max(np.abs(step).max(), 1.0)
         self.slope, self.intercepts = float(self.slope + step[0]), self.intercepts + step[1:]
@@ -307,8 +306,8 @@ class Curve:
         for n, ms in points.items():
             _whole(f"tokens of {name}", n, 1, 2**39)
             _number(f"{name}[{n}]", ms, 1e-300, 1e280)
-        self.tokens = np.array(sorted(points), float)
-        self._set(np.array([points[n] for n in sorted(points)], float))
+        self.tokens, ms = np.array(sorted(points.items()), float).T
+        self._set(ms)
 
     def _set(self, points):
         self.ms = np.maximum.accumulate(points)
@@ -324,7 +323,7 @@ class Curve:
         return np.interp(tokens, *self.line)
 
     def learn(self, tokens: float, ms: float):
-        """Move the points next to `tokens` towards a step that really took `ms`."""
+        """Move all points, most those next to `tokens`, towards a step that really took `ms`."""
         if tokens > 2 * self.tokens[-1]:
             return  # many prompts, or much that a drafter missed, say little about the points
         expected, smaller = self(tokens), self.tokens < tokens
@@ -353,7 +352,7 @@ def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
     """The published rule: how many drafts to verify, for the most tokens per millisecond.
 
     survival (B, K), negative where no draft can be used. A global argmax, for costs may be a
-    staircase; of equal budgets the smallest. LOSSLESS: pass survivals of *earlier* steps. This
+    staircase; of equally good ones the smallest. LOSSLESS: pass survivals of *earlier* steps. This
     step's depend on the tokens drawn: a budget made of them would look at what it decides about."""
     B, usable = len(survival), survival >= 0
     best = -np.sort(-survival[usable])
@@ -374,14 +373,14 @@ class JointPlan:
         self.usual, self.expected = confidence, confidence.cumprod(1)  # chances to survive
         self.draft_ms = cost.draft(np.arange(2 * R + 1))  # of a pass over 0, 1, ... tokens
         self.verify_ms = cost.verify(np.arange(R, R * (K + 1) + 1))  # of 0, 1, ... drafts
-        self.spent, self.drawn, self.explored = self.verify_ms[0] / R, 0, explored  # ms of each
+        self.drawn, self.explored, self.spent = 0, explored, self.verify_ms[0] / R  # ms of each
         n, passes = np.arange(1, R + 1)[:, None], np.arange(1, K + 1)  # (R, 1), (K,)
         self.drafts, slope = n * passes, (self.verify_ms[-1] - self.verify_ms[0]) / (R * K)
         pads = slope / 4 * np.minimum((R - n) * passes, 16 * n)  # if n go deeper than the others
         self.more_ms = (passes - 1) * self.draft_ms[n] + pads  # (R, K) beside the first pass
 
     def choose(self, rows: np.ndarray, i: int, read: np.ndarray) -> np.ndarray:
-        """Of `rows` (n,) those that draw draft i now; none, if no number of them pays.
+        """Of `rows` (n,) those that draw draft i now: the explored, and as many as pay, if any do.
 
         read (n,): what the pass reads of each. A draft that survives saves what a token costs, if
         the step ends here. Looks ahead, to the last position, for costs may be a staircase."""
@@ -393,7 +392,7 @@ class JointPlan:
               + self.verify_ms[self.drawn + self.drafts[:n, :L]] - self.verify_ms[self.drawn])
         gain = worth[order].cumsum(0).cumsum(1) - ms  # of the best 1, 2, ... in 1, 2, ... passes
         best = max([g.argmax() + 1 for g in (gain[:, 0], gain.max(1)) if g.max() > 0], default=0)
-        draws = rows < self.explored  # (n,) at any price; the others as if these paid theirs
+        draws = rows < self.explored  # (n,) at any price; the best as if these paid theirs
         draws[order[:best]] = True
         count = int(draws.sum())
         self.spent += ms[count - 1, 0] / count if count else 0
@@ -429,7 +428,7 @@ class Ragged:
     """Where the T packed tokens of one forward pass belong; `ragged_attention` reads it.
 
     Request i, in slot slots[i], brings pending[i] tokens that are not cached yet, then drafts[i]
-    drafts, `budget` of them in all, at most max_drafts each."""
+    drafts, `budget` of them in all, at most max_drafts each (0: not known)."""
 
     def __init__(self, slots, cached, pending, drafts, budget, max_drafts, device):
         R, T = len(slots), int(pending.sum()) + budget
@@ -464,7 +463,7 @@ class Ragged:
             width = at[np.argmin(n * at - (at + 16).cumsum())]
         long = np.flatnonzero(widths > width)
         self.unpadded = not len(long) and T == n * width
-        self.layers, self.calls, self.place = set(), [], None  # layers: that have attended
+        self.layers, self.calls = set(), []  # layers: that have attended
         for lo, hi, w in [(0, n, width)] + [(i, i + 1, widths[i]) for i in long]:
             at = xp.arange(w, device=str(device))
             keys = (cached + np.minimum(widths, w))[lo:hi]
@@ -536,10 +535,11 @@ def _vocabulary(model):
 
 
 # ---- 6. A causal LM over request slots: the target, and the drafter.
-#    The loop knows a drafter by three verbs: `logits(tokens, lengths, slots)` gives (R, V) for the
-#    next token of each slot (`lengths` includes the drafts so far), and the loop draws it;
-#    `commit(slots, lengths)`: beyond `lengths` all is void; `reset(slot)`. One that drafts in
-#    parallel computes in the first call; one that reads the target's states takes them by a hook.
+#    The loop knows a drafter by three verbs: `logits(tokens, lengths, slots)` gives a row of V for
+#    the next token of each slot (`lengths` includes the drafts so far), and the loop draws it;
+#    `commit(slots, lengths)`: beyond `lengths` all is void; `reset(slot)`. LOSSLESS: a row may hang
+#    on its own slot's tokens and on committed ones, not on another slot's drafts. One that drafts
+#    in parallel computes in the first call; one that reads the target's states takes a hook.
 
 
 class SlotLM:
@@ -555,7 +555,7 @@ class SlotLM:
         self.model, self.shape, self.max_drafts = model, (num_slots, max_length), max_drafts
         self.vocab_size, self.embedded = _vocabulary(model)
         configs = (m.config for m in model.modules() if hasattr(m, "config"))
-        self.configs = list({id(config): config for config in configs}.values())
+        self.configs = list({id(config): vars(config) for config in configs}.values())
         self.layers, self.kv = set(range(model.config.num_hidden_layers)), {}  # kv: by layer
         self.cached = np.zeros(num_slots, int)  # tokens of each slot that the cache holds
 
@@ -572,10 +572,10 @@ class SlotLM:
                             tokens.device)
         # subtle: an id that only the target has is fed as the last one; q may be anything.
         ids = tokens[self.batch.slots, self.batch.positions].clamp(max=self.embedded - 1)
-        names = [config._attn_implementation_internal for config in self.configs]
+        names = [config["_attn_implementation_internal"] for config in self.configs]
         try:
             for config in self.configs:
-                config._attn_implementation_internal = "ragged"  # (the public setter is slow)
+                config["_attn_implementation_internal"] = "ragged"  # (public setters are slow)
             out = self.model(input_ids=ids[None], position_ids=self.batch.positions[None],
                              cache=self, use_cache=True, ragged=self.batch,
                              logits_to_keep=self.batch.keep)
@@ -587,7 +587,7 @@ class SlotLM:
                                       f"{error}") from error
         finally:  # the model's configs are as they were, come what may
             for config, name in zip(self.configs, names):
-                config._attn_implementation_internal = name
+                config["_attn_implementation_internal"] = name
         if not self.batch.layers == self.kv.keys() == self.layers:
             raise NotImplementedError(f"{type(self.model).__name__} has layers that do not attend "
                                       "through the attention interface, or not as many as it says")
@@ -638,7 +638,7 @@ class Step(NamedTuple):
     requests: np.ndarray  # index of each
     num_verified: np.ndarray
     accepted: np.ndarray
-    next_tokens: np.ndarray  # the replacement of a rejected draft, or the bonus token
+    next_tokens: np.ndarray  # the bonus token: instead of a rejected draft, or after the last
     drafts: np.ndarray
     features: np.ndarray  # logit(q_max)
     survival: np.ndarray  # -1 where nothing was drafted
@@ -676,12 +676,11 @@ class Decoder:
         self.eos = _end_tokens(eos_token_id, V)
         self.device, g = target.device, torch.Generator(target.device)
         self.generator = g.manual_seed(g.seed() if seed is None else _whole("seed", seed, 0))
-        self.plan, self.cost, self.estimator = plan if K else "fixed", cost, estimator
+        self.plan, self.cost = plan if K else "fixed", cost
         k = getattr(estimator, "num_speculative_tokens", estimator)
         _need(estimator is None or isinstance(estimator, AcceptanceEstimator) and k == K,
               "estimator", f"an AcceptanceEstimator of K = {K}", k)
-        if estimator is None and self.plan != "fixed":
-            self.estimator = AcceptanceEstimator(K)
+        self.estimator = estimator or (None if self.plan == "fixed" else AcceptanceEstimator(K))
         self.target = SlotLM(target, B, max_length, K)
         if isinstance(drafter, SlotLM):
             _need(drafter.shape[0] >= B and drafter.shape[1] >= max_length, "drafter",
@@ -706,7 +705,7 @@ class Decoder:
     def step(self) -> Step | None:
         """Admit, then one step for every request; None when there are none. Numbers: README.
 
-        ValueError: no costs, or a refused request (others go on). FloatingPointError: spent."""
+        ValueError: no costs, or a refused request (others go on). After any other error: spent."""
         _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
         if not self.admit():
             return None
@@ -721,7 +720,7 @@ class Decoder:
         d, drawn = depths.max(), np.arange(K) < depths[:, None]  # columns in use, (R, K)
         queries = int((lengths - self.target.cached[slots]).sum() + budget)  # R + budget + prompts
         clock.append(_mark(device))
-        # 2 + 3. score, trim (if all is verified, nothing hangs on a score, and the host makes it)
+        # 2 + 3. score, trim (nothing hangs on a score if all is verified: see the read-back)
         num_verified = _send(depths, device)  # (R,)
         if budget < depths.sum():
             survival = self.estimator.predict(features).cumprod(1).where(_send(drawn, device), -1.0)
@@ -739,7 +738,7 @@ class Decoder:
         host = _read_back(torch.cat([x.view(R, -1) for x in columns], 1))
         ids, features = host[:, 1:4 + K].astype(int), host[:, 4 + K:]
         if not np.isfinite(host.sum()):
-            name = "drafter" if np.isfinite(host[:, 0]).all() else "target"
+            name = "drafter" if np.isfinite(host[0, 0]) else "target"
             raise FloatingPointError(f"the {name} returned logits that are not finite")
         confidence = self.estimator.predict(features) if self.estimator else drawn  # (R, K)
         done = Step(self.index[slots], *ids[:, :3].T, ids[:, 3:], features,
@@ -775,34 +774,34 @@ class Decoder:
         drafts = torch.zeros(R, K, dtype=torch.long, device=device)
         features = torch.zeros(R, K, dtype=torch.float32, device=device)
         q, depths, self.passes = self.q[:, :R].transpose(0, 1), np.zeros(R, int), []  # (R, K, V)
-        own = not isinstance(self.drafter, SlotLM)
-        read = self.lengths[self.slots] - (0 if own else self.drafter.cached[self.slots])
+        read = (self.lengths[self.slots] - self.drafter.cached[self.slots]  # (R,) by the next pass
+                if isinstance(self.drafter, SlotLM) else np.ones(R, int))
         for i in range(limits.max()):
             rows = np.flatnonzero((depths == i) & (limits > i))
             if joint and len(rows):
                 # A first pass also reads a last draft that was accepted. What else the drafter has
                 # missed is not charged: it has to be read once, and would keep it behind for ever.
-                rows = joint.choose(rows, i, np.minimum(read[rows], 1 if own else 2))
+                rows = joint.choose(rows, i, np.minimum(read[rows], 2))
             if not len(rows):
                 break
             slots, ends = self.slots[rows], self.lengths[self.slots[rows]] + i
-            self.passes.append(len(rows) if own else int(read[rows].sum()))  # tokens of each
+            self.passes.append(int(read[rows].sum()))  # tokens of each
             depths[rows], read[rows] = i + 1, 1
             logits = self.drafter.logits(self.tokens, ends, slots)
             n, got = len(rows), tuple(getattr(logits, "shape", ()))
             _need(len(got) == 2 and got[0] == n and got[1], "drafter.logits", f"({n}, V)", got)
             in_q = n == R and got[1] >= V  # then the law is made where it is kept
             law, q_max = _warp(logits[:, :V], **self.sampling, out=q[:, i] if in_q else None)
-            x, feature = sample(law, self.generator), _logit(q_max)  # LOSSLESS: q_max, never q(x)
             row = slice(None) if n == R else _send(rows, device)
+            # LOSSLESS: the feature is of q_max, never of q(x).
+            x, features[row, i] = sample(law, self.generator), _logit(q_max)
             self.tokens[_send(slots, device), _send(ends, device)] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
             if not in_q:
                 q[row, i, :law.shape[1]], q[row, i, law.shape[1]:] = law, 0.0
-            features[row, i] = feature
             self.stats.proposed[i] += n
             if joint and device.type in READ_FREELY:
-                joint.drew(rows, i, self.estimator.predict(feature.numpy(), i))
+                joint.drew(rows, i, self.estimator.predict(features[row, i].numpy(), i))
         return drafts, q, features, depths
 
     def commit(self, done: Step, confidence: np.ndarray, queries: int):
@@ -814,7 +813,7 @@ class Decoder:
         if self.eos:  # cut behind the first end token
             stop = (emitted[..., None] == self.eos).any(2) & (position < count[:, None])
             count = np.where(stop.any(1), stop.argmax(1) + 1, count)
-            self.ends[slots] = np.where(stop.any(1), self.lengths[slots] + count, self.ends[slots])
+            self.ends[slots[stop.any(1)]] = 0  # it is over
         rows, columns = np.nonzero(position < count[:, None])
         self.text[slots[rows], self.lengths[slots[rows]] + columns] = emitted[rows, columns]
         self.lengths[slots] += count

@@ -466,7 +466,7 @@ def measure(run: Run) -> dict[int, av.CostTable]:
         cost = costs[load] = av.measure_costs(
             run.pair.target, run.pair.drafter, run.pair.prompts, num_speculative_tokens=run.K,
             max_batch_size=load, context_length=context,
-            repeats=2 if run.quick else 5 if load <= 16 else 3, **run.law)
+            repeats=2 if run.quick else 15 if load == 1 else 5 if load <= 16 else 3, **run.law)
         status()
         every = load * (run.K + 1)
         print(f"{load:6}{cost.draft(load):17.2f}{f'T({load})':>12}{cost.verify(load):9.2f}"
@@ -669,7 +669,7 @@ def print_estimators(run: Run):
     """Slopes and intercepts."""
     run.title("What was learned: logit P(draft i is accepted) = w logit(q_max) + b_i")
     for name, estimator in run.estimators.items():
-        print(f"  {name:14}w {estimator.slope:.2f}    b_1 to b_{run.K}: "
+        print(f"  {name:14}w {estimator.slope:.2f}    b_0 to b_{run.K - 1}: "
               + " ".join(f"{b:+.2f}" for b in estimator.intercepts)
               + f"    ({estimator.steps} steps)")
     print("  (both start at w 0.50, b -0.20; published for other pairs: w 0.44 to 0.59)")

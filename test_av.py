@@ -911,7 +911,7 @@ def test_no_position_is_forgotten_for_good():
     class Changing(av.SlotLM):
         def logits(self, *args, **kw):
             self.model = bad if len(depth) < 300 else good
-            self.configs = [self.model.config]
+            self.configs = [vars(self.model.config)]
             return super().logits(*args, **kw)
 
     cost = av.CostTable({1: 0.01}, {1: 1, 2: 1.5, 3: 2, 9: 5})
