@@ -59,7 +59,8 @@ def _whole(name, value, low, high=2**62):
 
 
 def _number(name, value, low, high, what="number", kinds=(int, float, np.integer, np.floating)):
-    if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+    exact = value.item() if isinstance(value, np.generic) else value  # in float32, 1e-300 is 0
+    if not isinstance(exact, kinds) or isinstance(exact, bool) or not low <= exact <= high:
         _need(False, name, f"a {what} in {low}..{high}", value)
 
 
@@ -202,12 +203,9 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
     LOSSLESS: reads the law, never the drawn token. Taken before top-k and top-p, which often leave
     one token (q_max = 1, no information); temperature 0 uses the unscaled logits."""
+    _check_law(temperature, 0, 1)
     law, total = _softmax(logits, temperature)
-    return _logit(law.amax(-1) / total[..., 0])
-
-
-def _logit(q_max):
-    return q_max.logit().clamp(-10.0, 10.0)
+    return (law.amax(-1) / total[..., 0]).logit().clamp(-10.0, 10.0)
 
 
 class AcceptanceEstimator:
@@ -227,10 +225,9 @@ class AcceptanceEstimator:
         for name, value, low in (("ridge", ridge, 1e-12), ("damping", damping, 0),
                                  ("slope", slope, 0), ("intercept", intercept, -1e6)):
             _number(name, value, low, 1e6)
-        self.ridge, self.damping = ridge, damping
+        self.ridge, self.damping = float(ridge), float(damping)
         self.slope, self.intercepts = float(slope), np.full(K, float(intercept))
-        self.num_speculative_tokens, self.steps = K, 0
-        self.sums = np.zeros((6, K))  # of a round, by position
+        self.num_speculative_tokens, self.steps, self.sums = K, 0, np.zeros((6, K))  # of a round
 
     def predict(self, features, position=slice(None)):
         """Confidence, float64, of features (..., K), or (...) of one position; array or tensor."""
@@ -252,10 +249,11 @@ class AcceptanceEstimator:
         K, position = self.num_speculative_tokens, np.arange(self.num_speculative_tokens)
         _need(features.shape[1:] == (K,), "features", f"of shape (B, {K})", features.shape)
         for name, x in ("num_verified", num_verified), ("accepted", accepted):
-            _need(x.shape == features.shape[:1], name, f"{len(features)} counts", x.shape)
+            _need(x.shape == features.shape[:1] and ((0 <= x) & (x <= K)).all(), name,
+                  f"{len(features)} counts in 0..{K}", x.tolist())
         labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])  # (B, K)
         f = np.where(labelled, features, 0.0).astype(float)
-        _need(np.isfinite(f).all(), "features", "finite", f)
+        _need((np.abs(f) <= 1e6).all(), "features", "finite, 1e6 at most", f)
         c = self.predict(f)  # confidence
         # subtle: a sure draft has no curvature, yet a full residual if it fails: one such surprise
         # would move an intercept by hundreds. So curvature has a floor.
@@ -330,8 +328,8 @@ class Curve:
         change = 0.1 * min(max(ms / expected - 1, -0.5), 0.5)  # a share; hiccups count little
         index = np.arange(len(self.ms))
         away = np.abs(index - np.interp(tokens, self.tokens, index))  # 0: this very point
-        # Half of it everywhere: a machine that slows down does so at sizes not seen lately too.
-        points = self.ms * (1 + change * np.maximum(0.5, 1 - away))
+        # Half of it (a root: no drift by chance) everywhere: a machine slows down at all sizes.
+        points = self.ms * (1 + change) ** np.maximum(0.5, 1 - away)
         # Fewer tokens take no longer; else the running maximum would undo every fall.
         points[smaller] = np.minimum(points[smaller], expected * (1 + change))
         self._set(points)
@@ -358,7 +356,8 @@ def draft_budget(survival: np.ndarray, cost: CostTable) -> int:
     best = -np.sort(-survival[usable])
     passes = usable.sum(0)  # (K,) requests in each
     ms = cost.draft(passes[passes > 0]).sum() + cost.verify(B + np.arange(len(best) + 1))
-    return int(np.argmax((B + np.append(0.0, best.cumsum())) / ms))
+    rate = (B + np.append(0.0, best.cumsum())) / ms
+    return int(np.argmax(rate >= rate.max() * (1 - 1e-12)))  # rounding does not decide a tie
 
 
 class JointPlan:
@@ -545,8 +544,8 @@ def _vocabulary(model):
 class SlotLM:
     """A decoder-only transformers model, unmodified, with a KV cache over slots.
 
-    This object is the cache that the model is given (`update`). No prefix is computed twice; to
-    roll a rejected draft back, `cached` sinks: its entry is overwritten before it is read."""
+    This is the cache that the model is given (`update`), for one Decoder at a time. No prefix is
+    computed twice; to roll a draft back, `cached` sinks: its entry is overwritten before a read."""
 
     def __init__(self, model, num_slots: int, max_length: int, max_drafts: int = 0):
         _check_model("model", model)
@@ -602,8 +601,10 @@ class SlotLM:
             cache[self.batch.slots, self.batch.positions] = new[0].transpose(0, 1)
         return [cache.transpose(1, 2) for cache in self.kv[layer_idx]]
 
-    def get_seq_length(self, layer_idx=0):
-        """What a model may ask to derive positions from; ours are always given."""
+    def get_seq_length(self, layer_idx=None):
+        """What a model may ask to derive positions from; ours are given to it, not its layers."""
+        if layer_idx is not None:
+            raise NotImplementedError(f"{type(self.model).__name__} counts positions in its layers")
         return 0
 
     def commit(self, slots: np.ndarray, lengths: np.ndarray):
@@ -620,7 +621,7 @@ class SlotLM:
 
 @dataclass
 class Stats:
-    """Counts so far; the arrays are per draft position, (K,)."""
+    """Counts so far; the arrays are per draft position, (K,), what an end token cuts included."""
     proposed: np.ndarray
     verified: np.ndarray
     accepted: np.ndarray
@@ -699,17 +700,18 @@ class Decoder:
         k, room = max(0, min(K, max_length - 2)), dict(device=self.device, dtype=torch.float32)
         self.p, self.q = torch.zeros(B * (k + 1), V, **room), torch.zeros(k, B, V, **room)
         self.mean_confidence = np.full(K, 0.7)  # by position, lately; at first: a usual acceptance
-        self.stats, self.finished = Stats(*np.zeros((3, K), int)), []
+        self.stats, self.finished, self.began = Stats(*np.zeros((3, K), int)), [], None
 
     @torch.inference_mode()
     def step(self) -> Step | None:
         """Admit, then one step for every request; None when there are none. Numbers: README.
 
         ValueError: no costs, or a refused request (others go on). After any other error: spent."""
+        _need(self.began is None, "a Decoder", "a new one after an error in a step", self)
         _need(self.cost or self.plan == "fixed", f"plan={self.plan!r}", "given a cost", self.cost)
         if not self.admit():
             return None
-        slots, K, device, began = self.slots, self.K, self.device, time.perf_counter()
+        slots, K, device, self.began = self.slots, self.K, self.device, time.perf_counter()
         R, lengths, clock = len(slots), self.lengths[slots], [_mark(device)]
         # 0. plan. LOSSLESS: a budget is fixed before anything of this step is drawn.
         limits = np.minimum(K, self.ends[slots] - lengths - 1)  # the very last is a bonus token
@@ -718,7 +720,6 @@ class Decoder:
         drafts, q, features, depths = self.draw(limits, plan)
         budget = plan.drawn if isinstance(plan, JointPlan) else plan  # LOSSLESS: joint checks all
         d, drawn = depths.max(), np.arange(K) < depths[:, None]  # columns in use, (R, K)
-        queries = int((lengths - self.target.cached[slots]).sum() + budget)  # R + budget + prompts
         clock.append(_mark(device))
         # 2 + 3. score, trim (nothing hangs on a score if all is verified: see the read-back)
         num_verified = _send(depths, device)  # (R,)
@@ -730,10 +731,10 @@ class Decoder:
         clock.append(_mark(device))
         # 5. accept
         p, top = _warp(logits, **self.sampling, out=self.p[:len(logits)])  # (R + budget, V)
-        finite = top.sum(dtype=torch.float64)  # iff all logits are, or -inf beside finite ones
         accepted, next_tokens = verify(p, q[:, :d], drafts[:, :d], num_verified, self.generator)
         self.tokens[_send(slots, device), _send(lengths, device) + accepted] = next_tokens
-        columns = finite.expand(R), num_verified, accepted, next_tokens, drafts, features
+        finite = top.sum(dtype=torch.float64).expand(R)  # iff logits are (but -inf beside others)
+        columns = finite, num_verified, accepted, next_tokens, drafts, features
         # The one read-back: a float64 table that holds ids and counts exactly.
         host = _read_back(torch.cat([x.view(R, -1) for x in columns], 1))
         ids, features = host[:, 1:4 + K].astype(int), host[:, 4 + K:]
@@ -746,8 +747,8 @@ class Decoder:
         # 6. learn
         if self.estimator:
             self.estimator.observe(done.features, done.num_verified, done.accepted)
-        self.commit(done, confidence, queries)
-        self.account(done, queries, clock, began)
+        self.commit(done, confidence)
+        self.account(done, clock)
         return done
 
     def choose(self, limits):
@@ -793,8 +794,8 @@ class Decoder:
             in_q = n == R and got[1] >= V  # then the law is made where it is kept
             law, q_max = _warp(logits[:, :V], **self.sampling, out=q[:, i] if in_q else None)
             row = slice(None) if n == R else _send(rows, device)
-            # LOSSLESS: the feature is of q_max, never of q(x).
-            x, features[row, i] = sample(law, self.generator), _logit(q_max)
+            x = sample(law, self.generator)
+            features[row, i] = q_max.logit().clamp(-10.0, 10.0)  # LOSSLESS: not of q(x)
             self.tokens[_send(slots, device), _send(ends, device)] = drafts[row, i] = x
             # LOSSLESS: to the bit what x was drawn from. What the drafter lacks has q = 0.
             if not in_q:
@@ -804,7 +805,7 @@ class Decoder:
                 joint.drew(rows, i, self.estimator.predict(features[row, i].numpy(), i))
         return drafts, q, features, depths
 
-    def commit(self, done: Step, confidence: np.ndarray, queries: int):
+    def commit(self, done: Step, confidence: np.ndarray):
         """The host's side of a step: text, lengths, caches, counts, and what the plans look at."""
         slots, K, stats, position = self.slots, self.K, self.stats, np.arange(self.K + 1)
         emitted = np.concatenate([done.drafts, done.next_tokens[:, None]], 1)  # (R, K+1)
@@ -823,7 +824,6 @@ class Decoder:
         stats.accepted += (position[:K] < done.accepted[:, None]).sum(0)
         stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + len(slots)
         stats.committed += int(count.sum())
-        stats.target_tokens += queries
         if self.plan == "fixed":
             return
         # What the next step may expect, by position: what the request showed in this one, and where
@@ -835,21 +835,24 @@ class Decoder:
         share = 1.0 if self.plan == "verification" else 0.2
         self.confidence[slots] += share * (confidence - self.confidence[slots])
 
-    def account(self, done: Step, queries: int, clock: list, began: float):
+    def account(self, done: Step, clock: list):
         """Where the time went, and what the cost table had said; it learns from the difference."""
-        seconds = done.seconds
+        seconds, queries = done.seconds, len(self.target.batch.positions)
         for name, a, b in zip(PHASES, clock, clock[1:]):
             seconds[name] = b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
-        seconds["rest"] = time.perf_counter() - began - sum(seconds.values())
+        seconds["rest"] = time.perf_counter() - self.began - sum(seconds.values())
         for name in PHASES:
             self.stats.seconds[name] += seconds[name]
+        self.stats.target_tokens, self.began = self.stats.target_tokens + queries, None
         if self.cost is None:
             return
         draft, verify, passes = self.cost.draft, self.cost.verify, np.array(self.passes)
-        seconds["predicted"] = (draft(passes).sum() + verify(queries)) / 1e3
-        if self.cost.learning and self.stats.steps % 2 == 1:  # (every second says enough)
-            if len(passes):
-                draft.learn(passes.mean(), seconds["draft"] * 1e3 / len(passes))
+        drafting = draft(passes).sum()
+        seconds["predicted"] = (drafting + verify(queries)) / 1e3
+        if self.cost.learning and (self.estimator or self.stats).steps % 2:  # (full ones are, too)
+            if len(passes):  # of unlike sizes: as much more or less as all together took
+                usual = passes.mean()
+                draft.learn(usual, draft(usual) * seconds["draft"] * 1e3 / drafting)
             verify.learn(queries, 1e3 * (seconds["verify"] + seconds["rest"]))
 
     def admit(self):
@@ -949,12 +952,11 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     _need(on_step is None or callable(on_step), "on_step", "None or callable", on_step)
     requests = _check_prompts(prompts, max_new_tokens, *_check_pair(target, drafter, K))
     longest = max([len(p) + new for p, new in requests if new], default=0)
-    most = max([new for _, new in requests], default=0)
     B = min(_whole("max_batch_size", max_batch_size, 1), max(1, len(requests)))
     decoder = Decoder(target, drafter, requests, max_batch_size=B, max_length=longest, seed=seed,
                       num_speculative_tokens=K, plan=plan, estimator=estimator, cost=cost,
                       eos_token_id=eos_token_id, **law)
-    usable = min(K, most - 1)  # drafts that a request could use
+    usable = min(K, max([new for _, new in requests], default=0) - 1)  # drafts of a request
     if usable < 1:
         decoder.plan = "fixed"
     elif decoder.plan != "fixed" and cost is None:
@@ -999,10 +1001,9 @@ def _check_prompts(prompts, max_new_tokens, V, limit):
     each = isinstance(max_new_tokens, (list, tuple)) or getattr(max_new_tokens, "ndim", 0)
     new = list(max_new_tokens) if each else [max_new_tokens] * len(prompts)
     _need(len(new) == len(prompts), "max_new_tokens", f"one number or {len(prompts)}", new)
-    requests = []
-    for i, (prompt, n) in enumerate(zip(prompts, new)):
-        prompt = _token_ids(f"prompts[{i}]", prompt, V)
-        requests.append((prompt, _whole("max_new_tokens", n, 0)))
+    requests = [(_token_ids(f"prompts[{i}]", prompt, V), _whole("max_new_tokens", n, 0))
+                for i, (prompt, n) in enumerate(zip(prompts, new))]
+    for i, (prompt, n) in enumerate(requests):
         _need(len(prompt) + n <= limit, f"prompts[{i}] with max_new_tokens",
               f"within the models' {limit} positions", len(prompt) + n)
     return requests

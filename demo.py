@@ -176,10 +176,11 @@ def cache_folder() -> pathlib.Path:
 
 
 def cached(name: str, models: list[torch.nn.Module]):
-    """The models with the weights kept under a name, or None; with a word if they do not fit."""
+    """Copies with the weights kept under a name, or None; with a word if they do not fit."""
     file = cache_folder() / f"{name}.pt"
     if not file.exists():
         return None
+    models = copy.deepcopy(models)  # what fits in part must not be trained on
     try:
         for model, weights in zip(models, torch.load(file, weights_only=True), strict=True):
             model.load_state_dict(weights)
@@ -231,8 +232,8 @@ def small_drafter(drafter, quick: bool):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         small = LlamaForCausalLM(LlamaConfig(**{**c.to_dict(), **sizes}))
-    if cached(name, [small]):
-        return small.to(device, drafter.dtype)
+    if kept := cached(name, [small]):
+        return kept[0].to(device, drafter.dtype)
 
     def loss(ids, fraction):
         logits = small(input_ids=ids[:, :-1], use_cache=False).logits
@@ -290,15 +291,21 @@ def named_pair(names: tuple[str, str], device: torch.device, lines: list[str]) -
         sys.exit(f"the vocabularies differ: {names[0]} has {len(ours)} tokens, {names[1]} has "
                  f"{len(theirs)}; {odd!r} is {ours.get(odd)} in the first and {theirs.get(odd)} in "
                  "the second. A drafter must speak the target's tokens.")
-    models = [transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-              .to(device).eval() for name in names]
-    prompts = []
+    models, prompts = [], []
+    for name in names:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True)
+        if info["missing_keys"]:  # transformers would make them up
+            raise ValueError(f"{name} lacks weights: {', '.join(sorted(info['missing_keys']))}")
+        models.append(model.to(device).eval())
     for line in lines or HUB_PROMPTS:
         if chat := tokenizer.chat_template:
             line = tokenizer.apply_chat_template([{"role": "user", "content": line}],
                                                  tokenize=False, add_generation_prompt=True)
         # subtle: a chat template brings its own start token; a second one was never trained on.
         prompts.append(tokenizer(line, add_special_tokens=not chat).input_ids)
+        if not prompts[-1]:
+            raise ValueError(f"the tokenizer makes no token of the prompt {line!r}")
     eos = models[0].generation_config.eos_token_id
     return Pair(" + ".join(names), *models, prompts, lambda token: tokenizer.decode([token]),
                 eos if isinstance(eos, list) else [] if eos is None else [eos])
@@ -309,7 +316,7 @@ def find_pair(args, device: torch.device) -> Pair:
     lines = []
     if args.prompts is not None:
         try:
-            lines = pathlib.Path(args.prompts).read_text(encoding="utf-8").splitlines()
+            lines = pathlib.Path(args.prompts).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             sys.exit(f"cannot read --prompts {args.prompts}: {error}")
         lines = [line for line in lines if line.strip()]
@@ -318,8 +325,9 @@ def find_pair(args, device: torch.device) -> Pair:
     if args.target is not None:
         try:
             return named_pair((args.target, args.draft), device, lines)
-        except (OSError, ValueError) as error:
-            sys.exit(f"cannot load {args.target} with {args.draft}: {str(error).splitlines()[0]}")
+        except Exception as error:  # each file of a folder has its own ways to be broken
+            sys.exit(f"cannot load {args.target} with {args.draft}: {type(error).__name__}: "
+                     f"{' '.join(str(error).split())[:400]}")
     if device.type == "cuda" and not args.quick:
         try:
             return named_pair(HUB_PAIR, device, lines)
@@ -1535,7 +1543,7 @@ def main() -> int:
         status()
         print("\nstopped; what was measured so far stands above")
         return 130
-    except (ValueError, NotImplementedError) as error:  # of av.py: it names what does not fit
+    except (ValueError, NotImplementedError, FloatingPointError) as error:  # of av.py: what and why
         sys.exit(f"cannot run this pair: {error}")
     except BrokenPipeError:  # the reader of a pipe has left: nothing more to say, even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
