@@ -444,6 +444,21 @@ def test_a_step_of_the_real_loop_emits_exactly_the_target_law(plan, monkeypatch)
     assert plan == "fixed" or most > 1, "this step's confidences decided about nothing"
 
 
+def test_worked_example_a_drafter_that_reads_another_requests_draft_biases_the_output():
+    """Why a drafter's rows may hang on their own request's drafts only (section 6 of av.py).
+
+    p = q = (1/2, 1/2) for draft 1 of request 1, of survival .6; request 2 has .9, then c. Budget 2.
+    If c is .8 after a and .3 after b of *request 1*, an a is never verified and drawn anew, and a b
+    always kept: P(b) = 1/2 * 1/2 + 1/2 = 0.75. With a c that does not ask, whichever it is: 0.5.
+    """
+    for after_a, after_b, want in (0.8, 0.3, 0.75), (0.8, 0.8, 0.5), (0.3, 0.3, 0.5):
+        b = 0.0
+        for is_b, c in (0, after_a), (1, after_b):  # each drawn half the time
+            verified = av.trim(torch.tensor([[0.6, 0.1], [0.9, c]]), 2)[0] > 0
+            b += 0.5 * (is_b if verified else 0.5)  # p = q: kept for sure; or drawn anew from p
+        assert b == want
+
+
 def test_worked_example_a_budget_from_this_step_biases_the_output(monkeypatch):
     """Spec section 7.2. p = q = (1/2, 1/2), but after a the draft row is (.99, .01).
 
