@@ -843,7 +843,7 @@ class Decoder:
         seconds["rest"] = time.perf_counter() - self.began - sum(seconds.values())
         for name in PHASES:
             self.stats.seconds[name] += seconds[name]
-        self.stats.target_tokens, self.began = self.stats.target_tokens + queries, None
+        self.stats.target_tokens, self.began = self.stats.target_tokens + queries, None  # over
         if self.cost is None:
             return
         draft, verify, passes = self.cost.draft, self.cost.verify, np.array(self.passes)

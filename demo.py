@@ -471,6 +471,7 @@ def measure(run: Run) -> dict[int, av.CostTable]:
                          longest(run.pair) - run.K - 1), {}
     for load in run.loads:
         status(f"{load} requests: timing real steps")
+        # Steps of one request are cheap, and their sizes differ by less than the noise of five.
         cost = costs[load] = av.measure_costs(
             run.pair.target, run.pair.drafter, run.pair.prompts, num_speculative_tokens=run.K,
             max_batch_size=load, context_length=context,
