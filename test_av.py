@@ -556,7 +556,7 @@ def test_the_fit_survives_separable_labels(K, feature):
         assert abs(rate[0, 0] - float(accepted > 0)) < 0.1
 
 
-@pytest.mark.parametrize("K, taught", itertools.product((1, 7), (0, 1, 50)))
+@pytest.mark.parametrize("K, taught", [*itertools.product((1, 7), (0, 1, 50))])
 def test_one_surprise_among_a_hundred_sure_drafts_moves_little(K, taught):
     """Without a floor of the curvature one surprise moves an intercept by hundreds.
 
