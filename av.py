@@ -30,7 +30,8 @@ Exact: "verify x_2 if the largest probability of q_2 is high", as x_2 is not dra
 Biased: "verify x_2 if q_2(x_2) is high". An unlikely x_2 would be replaced by a draw of
 the target, and the text would hold too many of the likely ones.
 
-Not here: token trees, settings per request, paged memory, CUDA graphs, several devices.
+Laws and tokens are tensors, on the models' device. Decisions are made on the host, in
+numpy. Not here: token trees, settings per request, paged memory, several devices.
 Sections 3 and 4 are acceptance_estimator.py and adaptive_verification.py in vLLM's
 `v1/worker/gpu/spec_decode/`. What is out of range raises ValueError, everywhere.
 """
@@ -51,11 +52,11 @@ MAX_FIT_STEP = 3.0  # log-odds per refit: .95 to .05 takes two; 5 would overshoo
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # drafts that renew half of what is expected: one batch, or 8 steps of one
 COST_RATE = 0.05  # how far a step moves the cost factors: 20 steps follow the machine
-WINDOW = 64  # tokens of a law that are sorted at first: few nuclei are larger
+WINDOW = 64  # tokens of a large law that are sorted at first: few nuclei are larger
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
 PROMPT = 16  # a row that is wider by more than this is attended alone, as a prompt
 WIDER = 4  # padded tokens that cost as much as attending to a row twice
-CALL = 300  # cached tokens that cost as much as attending in one more call
+CALL = 1000  # cached tokens that cost as much as attending in one more call
 CONTEXT = 256  # costs are measured up to this length: to start soon, whatever the limit
 
 
@@ -63,17 +64,17 @@ def _send(x, device):
     return torch.from_numpy(x).to(device, non_blocking=True)  # the host does not wait
 
 
-def _check(ok, message):
+def _check(ok, message, *values):
     if not ok:
-        raise ValueError(message)
+        raise ValueError(message.format(*values) if values else message)
 
 
 def _number(name, value, low, high, kinds=(int, float)):
     """The value as a Python number if it is one in low..high, else a ValueError."""
     exact = value.item() if isinstance(value, np.generic) else value
-    good = isinstance(exact, kinds) and not isinstance(exact, bool)
+    good = isinstance(exact, kinds) and not isinstance(exact, bool) and low <= exact <= high
     what = "whole number" if kinds is int else "number"
-    _check(good and low <= exact <= high, f"{name} must be a {what} in {low}..{high}, got {value!r}")
+    _check(good, "{} must be a {} in {}..{}, got {!r}", name, what, low, high, value)
     return exact
 
 
@@ -94,7 +95,10 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     if 0 < top_k < law.shape[-1]:
         law = law.where(law >= law.topk(top_k).values[..., -1:], 0.0)
     if top_p < 1:
-        law = law.where(law >= _nucleus_edge(law, top_p, WINDOW), 0.0)
+        # Only on a CPU is it free to look which rows need more than a window.
+        few = law.device.type == "cpu" and law.shape[-1] > 16 * WINDOW
+        edge = _nucleus_edge(law, top_p, WINDOW if few else law.shape[-1])
+        law = law.where(law >= edge, 0.0)
     return law / law.sum(-1, keepdim=True)  # (a float32 softmax of many is off by 5e-4)
 
 
@@ -108,32 +112,26 @@ def _softmax(logits, temperature):
 
 def _nucleus_edge(law, top_p, window):
     """The least probability (..., 1) in the smallest set of tokens that holds top_p."""
-    V = law.shape[-1]
-    # Only on a CPU is it free to look which rows need more; elsewhere all are sorted.
-    window = min(window, V) if law.device.type == "cpu" else V
-    top = law.topk(window).values  # (..., window), descending
+    if window < law.shape[-1]:
+        top = law.topk(window).values  # (..., window), descending
+    elif law.device.type == "cpu":  # numpy sorts a row several times faster there
+        top = torch.from_numpy(np.sort(law.numpy())).flip(-1)
+    else:
+        top = law.sort(descending=True).values
     last = torch.searchsorted(top.cumsum(-1), top_p * law.sum(-1, keepdim=True))
     edge = top.gather(-1, last.clamp(max=window - 1))
-    if window < V and (more := last[..., 0] == window).any():
-        edge[more] = _nucleus_edge(law[more], top_p, V)
+    if window < law.shape[-1] and (more := last[..., 0] == window).any():
+        edge[more] = _nucleus_edge(law[more], top_p, law.shape[-1])
     return edge
 
 
 def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One draw per row of weights, which need not sum to one, (..., V) -> (...,).
-
-    Of a large vocabulary it draws a block, then a token of it: few sums are accumulated."""
-    V = weights.shape[-1]
-    if V > 1024:
-        blocks = pad(weights, (0, -V % 512)).unflatten(-1, (-1, 512))
-        block = sample(blocks.sum(-1, dtype=torch.float64), generator)
-        inside = blocks.take_along_dim(block[..., None, None], -2).squeeze(-2)
-        return block * 512 + sample(inside, generator)
+    """One draw per row of weights, which need not sum to one, (..., V) -> (...,)."""
     mass = weights.cumsum(-1, dtype=torch.float64)
     u = torch.empty_like(mass[..., :1]).uniform_(generator=generator)
     # Never a token of weight 0: the point is below the end, `right` passes flat pieces.
     point = u * (mass[..., -1:] * (1 - 2**-52))
-    return torch.searchsorted(mass, point, right=True).squeeze(-1).clamp(max=V - 1)
+    return torch.searchsorted(mass, point, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
 # ---- 2. The lossless rule (Leviathan et al. 2023, algorithm 1; vLLM rejection_sampler).
@@ -148,7 +146,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     R, D = drafts.shape
     shapes = tuple(p.shape), tuple(q.shape), tuple(num_verified.shape)
     _check(shapes[1:] == ((R, D, p.shape[1]), (R,)) and len(p) >= R,
-           f"p, q, num_verified must fit {R} requests of {D} drafts, got {shapes}")
+           "p, q, num_verified must fit {} requests of {} drafts, got {}", R, D, shapes)
     if D == 0:
         return num_verified, sample(p[:R], generator)
     position = torch.arange(D, device=p.device)
@@ -198,11 +196,11 @@ class AcceptanceEstimator:
         self.intercepts = np.full(K, float(_number("intercept", intercept, -1e6, 1e6)))
         self.num_speculative_tokens, self.steps, self.sums = K, 0, np.zeros((6, K))
 
-    def predict(self, features) -> Tensor:
-        """Confidences, float64, of features (..., D) of the first D positions."""
-        features = torch.as_tensor(features).double()
-        intercepts = torch.from_numpy(self.intercepts)[:features.shape[-1]]
-        return torch.sigmoid(self.slope * features + intercepts.to(features.device))
+    def predict(self, features: np.ndarray) -> np.ndarray:
+        """Confidences of features (..., D) of the first D positions, (..., D)."""
+        features = np.asarray(features)
+        log_odds = self.slope * features + self.intercepts[:features.shape[-1]]
+        return 0.5 + 0.5 * np.tanh(0.5 * log_odds)  # a sigmoid that can't overflow
 
     def observe(self, features, num_verified, accepted):
         """Add the labels of a step, (R, D <= K), (R,), (R,), and refit after a round.
@@ -214,12 +212,12 @@ class AcceptanceEstimator:
         (R, D), (num_verified, accepted) = features.shape, counts
         _check(D <= self.num_speculative_tokens and all(
             x.shape == (R,) and ((0 <= x) & (x <= D)).all() for x in counts),
-            f"each of {R} requests must have two counts in 0..{D}, got {counts}")
+            "each of {} requests must have two counts in 0..{}, got {}", R, D, counts)
         position = np.arange(D)
         labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])
         f = np.where(labelled, features, 0.0)  # (R, D)
-        _check((np.abs(f) <= 1e6).all(), f"features must be within 1e6, got {f}")
-        c = self.predict(f).numpy()
+        _check((np.abs(f) <= 1e6).all(), "features must be within 1e6, got {}", f)
+        c = self.predict(f)
         # subtle: a sure draft has no curvature, but a full residual if it is rejected.
         # Without a floor, one such surprise would move an intercept by hundreds.
         curvature = labelled * np.maximum(c * (1 - c), MIN_CURVATURE)
@@ -283,20 +281,21 @@ class CostTable:
     def verify_ms(self, queries):
         return self.factors[1] * np.interp(queries, *self.curves[1])
 
-    def learn(self, passes, queries, ms):
-        """Move the factors a little towards a step of `ms`, each by its part of it."""
-        parts = np.array([self.draft_ms(passes), self.verify_ms(queries)])
-        ratio = np.clip(ms / parts.sum(), 0.5, 2.0)  # a hiccup counts little
-        self.factors *= ratio ** (COST_RATE * parts / parts.max())
+    def learn(self, passes, queries, draft_ms, verify_ms):
+        """Move the factors a little towards a step that took these times."""
+        expected = np.array([self.draft_ms(passes), self.verify_ms(queries)])
+        ratio = np.array([draft_ms, verify_ms]) / np.maximum(expected, 1e-300)
+        ratio = np.where(expected, ratio, 1.0).clip(0.5, 2.0)  # a hiccup counts little
+        self.factors *= ratio**COST_RATE
 
 
 def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]:
     """(depth, budget), how far to draft and how much to verify, for most tokens per ms:
     argmax of (R + sum of the best survivals) / (draft ms + verify ms of R + budget).
 
-    survival: array (R, K), as expected, negative where no draft can be used. The published
-    rule drafts K; with `all_depths` the same equation chooses the depth too. Costs may be
-    a staircase, so all budgets are tried, and the smallest of equals is taken. LOSSLESS:
+    survival: (R, K), as expected, negative where no draft can be used. The published rule
+    drafts K; with `all_depths` the same equation chooses the depth too. Costs may be a
+    staircase, so all budgets are tried, and the smallest of equals is taken. LOSSLESS:
     expect by *earlier* steps; this step's survivals depend on the drafts in question."""
     R, K = survival.shape
     order = np.argsort(-survival, axis=None, kind="stable")  # slots, best first
@@ -313,17 +312,16 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
     return int(depths[at // rate.shape[1]]), int(budgets.flat[at])
 
 
-def trim(survival: Tensor, budget: int) -> Tensor:
+def trim(survival: np.ndarray, budget: int) -> np.ndarray:
     """Verified drafts of each request (R,): its share of the `budget` best slots.
 
     survival: (R, D), never rising along a request, so that its best slots are a prefix;
     -1 where nothing was drafted, and budget is at most what was. subtle: the sort is
     stable, so ties go by position: they don't break a prefix, nor ask for the tokens."""
-    R = len(survival)
-    _number("budget", budget, 0, survival.numel(), int)
+    _number("budget", budget, 0, survival.size, int)
     # LOSSLESS: a slot is outranked by survivals that its own draft cannot change.
-    best = survival.T.flatten().sort(descending=True, stable=True).indices[:budget]
-    return best.new_zeros(R).scatter_add_(0, best % R, torch.ones_like(best))
+    best = np.argsort(-survival.T, axis=None, kind="stable")[:budget]
+    return np.bincount(best % len(survival), minlength=len(survival))
 
 
 # ---- 5. The loop. Plain decoding (K = 0) and fixed K are other plans of the same step.
@@ -339,7 +337,8 @@ class Step:
     features: np.ndarray  # (R, D) logit(q_max)
     survival: np.ndarray  # (R, D) as estimated, -1 where nothing was drafted
     ms: float = np.nan  # what the step took
-    expected_ms: float = np.nan  # what the cost table said it would
+    draft_ms: float = np.nan  # and of it, drafting
+    expected_ms: float = np.nan  # what the cost table said the step would take
 
 
 class Decoder:
@@ -361,9 +360,10 @@ class Decoder:
         k = estimator.num_speculative_tokens if estimator else K
         _check(k == K, f"estimator must be one for K = {K}, got one for {k}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
+        self.sees = target.keep_hidden = hasattr(drafter, "see")
         self.device, self.generator = target.device, torch.Generator(target.device)
         self.generator.manual_seed(self.generator.seed() if seed is None else seed)
-        self.eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self.device)
+        self.eos = np.array(eos_token_ids, int)
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
         room = max(0, min(K, max_length - 2)), B, target.vocab_size
         self.q, self.draft_logits = torch.zeros(2, *room, device=self.device).float()
@@ -376,8 +376,8 @@ class Decoder:
         """Put a request into a free slot, where it takes part from the next step on."""
         n, end, room = len(prompt), len(prompt) + max_new_tokens, self.tokens.shape[1]
         free = np.flatnonzero(self.request < 0)
-        _check(len(free) and 0 < n < end <= room, f"request {request} must fit in a slot, got "
-               f"{n} and {max_new_tokens} new tokens for {len(free)} slots of {room}")
+        _check(len(free) and 0 < n < end <= room, "request {} must fit in a slot, got {} and "
+               "{} new tokens for {} slots of {}", request, n, max_new_tokens, len(free), room)
         slot = free[0]
         self.request[slot], self.lengths[slot], self.ends[slot] = request, n, end
         self.tokens[slot, :n] = torch.tensor(prompt)
@@ -388,45 +388,50 @@ class Decoder:
         """One step of all requests, or None without any; the numbers are the README's.
 
         FloatingPointError: logits not finite. After an error it can be called again."""
-        began, slots = time.perf_counter(), np.flatnonzero(self.request >= 0)  # (R,)
+        began, send = time.perf_counter(), lambda x: _send(x, self.device)
+        slots = np.flatnonzero(self.request >= 0)  # (R,)
         if not len(slots):
             return None
-        lengths, send = self.lengths[slots], lambda x: _send(x, self.device)
+        lengths = self.lengths[slots]
         for model in (self.target, self.drafter) if self.K else (self.target,):
             model.commit(slots, np.where(self.fresh[slots], 0, lengths))
         # 0. plan. LOSSLESS: from earlier steps, before anything of this one is drawn.
         depths, budget = self.choose(slots)  # (R,) drafts of each; of all, to verify
         # 1. draft
+        drafting = time.perf_counter()
         drafts, q, draft_logits, depths = self.draft(slots, depths)  # (R, D, V)
-        D, budget = drafts.shape[1], min(budget, int(depths.sum()))
         # 2. score
-        features = logit_q_max(draft_logits, self.law.get("temperature", 1.0))  # (R, D)
-        survival = self.survival(features, drafts, depths)  # (R, D)
+        features = logit_q_max(draft_logits, self.law.get("temperature", 1.0))
+        features, host_drafts = features.cpu().numpy(), drafts.cpu().numpy()  # (R, D)
+        survival = self.survival(features, host_drafts, depths)  # (R, D)
+        drafted = time.perf_counter()
         # 3. trim
-        num_verified = trim(survival, budget)  # (R,)
+        num_verified = trim(survival, min(budget, int(depths.sum())))  # (R,)
         # 4. verify. What was trimmed is not among the tokens that the target reads.
-        logits = self.target.logits(self.tokens, lengths, slots, num_verified, budget, D)
-        p = warp(logits, **self.law)  # (R + budget, V)
-        accepted, next_tokens = verify(p, q, drafts, num_verified, self.generator)
+        logits = self.target.logits(self.tokens, lengths, slots, num_verified)
+        p = warp(logits, **self.law)  # (R + sum(num_verified), V)
+        accepted, next_tokens = verify(p, q, drafts, send(num_verified), self.generator)
         # 5. accept
-        done = self.accept(slots, drafts, features, survival, num_verified, accepted,
-                           next_tokens, logits.amax().expand(len(slots)))
-        self.tokens[send(slots), send(lengths) + accepted] = next_tokens
-        if hasattr(self.drafter, "see"):
-            row = (num_verified + 1).cumsum(0) - num_verified - 1 + accepted
-            self.drafter.see(slots, self.target.hidden[row])
+        finite = logits.amax().isfinite().expand(len(slots))
+        outcome = torch.stack([accepted, next_tokens, finite.long()]).cpu().numpy()
+        done = self.accept(slots, host_drafts, features, survival, num_verified, *outcome)
+        self.tokens[send(slots), send(lengths + done.accepted)] = next_tokens
+        if self.sees:
+            first = (num_verified + 1).cumsum() - num_verified - 1  # (R,) row of each
+            self.drafter.see(slots, self.target.hidden[send(first + done.accepted)])
         # 6. learn
-        self.learn(slots, done, began)
+        done.draft_ms, done.ms = 1e3 * (drafted - drafting), 1e3 * (time.perf_counter() - began)
+        self.learn(slots, done)
         return done
 
     def choose(self, slots):
         """Drafts of each request (R,), and how many of them all to verify."""
         most = np.minimum(self.K, self.ends[slots] - self.lengths[slots] - 1)
-        if hasattr(self.drafter, "see"):
+        if self.sees:
             most[self.fresh[slots]] = 0  # there is no state to draft from
         if self.plan == "fixed":
             return most, int(most.sum())
-        _check(self.cost, f"plan {self.plan!r} needs a cost table, got {self.cost}")
+        _check(self.cost, "plan {} needs a cost table, got {}", self.plan, self.cost)
         usable = np.arange(self.K) < most[:, None]
         survival = np.where(usable, self.expected[slots].cumprod(1), -1.0)
         depth, budget = draft_budget(survival, self.cost, self.plan == "adaptive")
@@ -446,45 +451,45 @@ class Decoder:
             rows = np.flatnonzero(depths > i)
             if not len(rows):
                 break
-            ends = self.lengths[slots[rows]] + i
-            logits = self.drafter.next_logits(self.tokens, ends, slots[rows], i, D)
-            logits = logits[:, :V].float()  # what the drafter does not know gets q = 0
+            slot, ends = slots[rows], self.lengths[slots[rows]] + i
+            logits = self.drafter.next_logits(self.tokens, ends, slot, i, D).float()
+            # What the drafter does not know gets q = 0; what only it knows is cut off.
             logits = pad(logits, (0, V - logits.shape[1]), value=-torch.inf)
-            law, row = warp(logits, **self.law), _send(rows, self.device)
+            law = warp(logits, **self.law)
             x = sample(law, self.generator)
+            row = slice(R) if len(rows) == R else _send(rows, self.device)
             # LOSSLESS: q is to the bit what x is drawn from.
             self.q[i, row], self.draft_logits[i, row], drafts[row, i] = law, logits, x
-            self.tokens[_send(slots[rows], self.device), _send(ends, self.device)] = x
+            self.tokens[_send(slot, self.device), _send(ends, self.device)] = x
             if self.device.type == "cpu":  # elsewhere, to look at the tokens is to wait
-                depths[rows[torch.isin(x, self.eos).numpy()]] = i + 1
+                depths[rows[self.is_end(x.numpy())]] = i + 1
         q, logits = (x[:D, :R].transpose(0, 1) for x in (self.q, self.draft_logits))
         return drafts, q, logits, depths
 
+    def is_end(self, tokens):
+        return (tokens[..., None] == self.eos).any(-1)
+
     def survival(self, features, drafts, depths):
         """(R, D), 0 behind a drafted end token. LOSSLESS: it asks earlier drafts only."""
-        survival = features.double() * 0 + 1  # logits that are not finite stay visible
-        if self.estimator:
-            survival = self.estimator.predict(features).cumprod(1)
-        ended = torch.isin(drafts, self.eos).long()
-        survival = survival.masked_fill(ended.cumsum(1) > ended, 0.0)
-        position = torch.arange(drafts.shape[1], device=self.device)
-        void = position >= _send(depths, self.device)[:, None]
-        return survival.masked_fill(void, -1.0)
+        if not drafts.size:
+            return features
+        drawn = np.arange(drafts.shape[1]) < depths[:, None]
+        if not np.isfinite(features[drawn]).all():
+            raise FloatingPointError("the drafter gave logits that are not finite")
+        c = self.estimator.predict(features) if self.estimator else np.ones(drafts.shape)
+        ended = self.is_end(drafts)
+        c[ended.cumsum(1) > ended] = 0.0
+        return np.where(drawn, c.cumprod(1), -1.0)
 
-    def accept(self, slots, drafts, features, survival, *counts):
-        """Read the step back, all at once, and give the requests their tokens."""
-        (R, D), counts = drafts.shape, torch.column_stack(counts)
-        table = torch.cat([drafts, features, survival, counts], 1)  # float64: ids are exact
-        table = table.cpu().numpy()
-        features, survival, last = np.split(table[:, D:3 * D], 2, 1) + [table[:, -1]]
-        for name, x in (("target", last), ("drafter", survival)):
-            if not np.isfinite(x).all():
-                raise FloatingPointError(f"the {name} gave logits that are not finite")
-        ids = table.astype(int)
-        drafts, (num_verified, accepted, next_tokens) = ids[:, :D], ids[:, -4:-1].T
+    def accept(self, slots, drafts, features, survival, num_verified, accepted, next_tokens,
+               finite):
+        """Give the requests their tokens, and free the slots of those that have all."""
+        if not finite.all():
+            raise FloatingPointError("the target gave logits that are not finite")
+        R, D = drafts.shape
         tokens = np.column_stack([drafts, next_tokens])  # (R, D + 1)
         tokens[np.arange(R), accepted] = next_tokens
-        ends = np.isin(tokens, self.eos.cpu()) & (np.arange(D + 1) <= accepted[:, None])
+        ends = self.is_end(tokens) & (np.arange(D + 1) <= accepted[:, None])
         count = np.where(ends.any(1), ends.argmax(1), accepted) + 1
         self.lengths[slots] += count
         done = Step(self.request[slots], tokens, count, drafts, num_verified, accepted,
@@ -493,24 +498,23 @@ class Decoder:
         self.request[slots[over]] = -1
         return done
 
-    def learn(self, slots, done, began):
+    def learn(self, slots, done):
         """Give the estimator labels, the next step forecasts, the costs times."""
         (R, D), drawn, usual_step = done.drafts.shape, done.survival >= 0, True
         if self.estimator:
             usual_step = self.estimator.steps % self.estimator.refit_every != 0
             self.estimator.observe(done.features, done.num_verified, done.accepted)
-            c = self.estimator.predict(done.features).numpy()
+            c = self.estimator.predict(done.features)
             gap = ((c - self.usual[:D]) * drawn).sum(0)
             self.usual[:D] += gap / (drawn.sum(0) + MEMORY)
             expected = np.tile(self.usual, (R, 1))
             expected[:, :D][drawn] = c[drawn]
             self.expected[slots] += R / (R + MEMORY) * (expected - self.expected[slots])
-        done.ms = 1e3 * (time.perf_counter() - began)
         if self.cost:
             queries = R + done.num_verified.sum()
             done.expected_ms = self.cost.draft_ms(D) + self.cost.verify_ms(queries)
             if usual_step and not self.fresh[slots].any():  # no exploring, no prompts
-                self.cost.learn(D, queries, done.ms)
+                self.cost.learn(D, queries, done.draft_ms, done.ms - done.draft_ms)
         self.fresh[slots] = False
 
 
@@ -525,27 +529,32 @@ class Ragged:
     """Where the T tokens of a pass belong: counts[i] to slots[i], from start[i] on.
 
     Attention pads, so it is cut into `calls`: (cache rows, queries of the pack, their
-    positions, keys). widths: the counts, or bounds where the host can't know them."""
+    positions, keys)."""
 
-    def __init__(self, slots, start, widths, counts, total):
-        ends, at = counts.cumsum(0), torch.arange(total, device=counts.device)
-        row, first = torch.searchsorted(ends, at, right=True), ends - counts
-        begin, offset = _send(start, at.device), at - first[row]
-        self.slots = _send(slots, at.device)[row]  # (T,)
-        self.positions = begin[row] + offset  # (T,)
-        self.longest, self.layers, self.masks = int((start + widths).max()), set(), {}
-        self.calls, size, place = [], 0, np.zeros(len(slots), int)
-        for rows, width, keys in _attention_calls(widths, start + widths):
+    def __init__(self, slots, start, counts, device):
+        if (span := slots[-1] + 1 - slots[0]) < 2 * len(slots):
+            # Slots mostly in use are read in one piece; idle ones bring no tokens.
+            sizes = np.zeros((2, span), int)
+            sizes[:, slots - slots[0]] = start, counts
+            slots, (start, counts) = np.arange(slots[0], slots[-1] + 1), sizes
+        row = np.arange(len(slots)).repeat(counts)  # (T,)
+        first = counts.cumsum() - counts
+        offset = np.arange(len(row)) - first[row]
+        self.calls, self.layers, self.masks = [], set(), {}
+        size, place = 0, np.zeros(len(slots), int)
+        for rows, width, keys in _attention_calls(counts, start + counts):
             place[rows] = size + np.arange(len(rows)) * width  # its last call counts
             size += len(rows) * width
-            cache, i = slots[rows], _send(rows, at.device)[:, None]
+            cache, column = slots[rows], np.arange(width)
             low, high = cache[0], cache[-1] + 1  # a slice is read without a copy
-            cache = slice(low, high) if high - low == len(rows) else _send(cache, at.device)
-            column = torch.arange(width, device=at.device)
-            queries = (first[i] + column).clamp(max=total - 1).flatten()
-            self.calls.append((cache, queries, begin[i] + column, keys))
-        self.even = len(self.calls) == 1 and size == total
-        self.place = _send(place, at.device)[row] + offset  # (T,) in all outputs
+            cache = slice(low, high) if high - low == len(rows) else _send(cache, device)
+            queries = np.minimum(first[rows, None] + column, len(row) - 1).ravel()
+            seen = start[rows, None] + column
+            self.calls.append((cache, _send(queries, device), _send(seen, device), keys))
+        self.even = len(self.calls) == 1 and size == len(row)
+        self.longest = (start + counts).max()
+        self.slots, self.positions, self.place = (_send(x, device) for x in (
+            slots[row], start[row] + offset, place[row] + offset))  # (T,) each
 
     def mask(self, number, heads, window, dtype):
         """(rows, 1, width * heads, keys) of a call, made once; None: all is seen."""
@@ -565,10 +574,13 @@ class Ragged:
 def _attention_calls(widths, ends):
     """[(rows, width, keys)]: all rows at the usual width and length, in a slice of the
     cache; then again the rows that are a bit wider, and alone each longer one and prompt."""
+    if len(widths) == 1:
+        return [(np.array([0]), int(widths[0]), int(ends[0]))]
+
     def usual(sizes, call):  # to pad to, if each larger one costs its size and a call
         sizes = np.sort(sizes)[::-1]
         longer = (sizes + call).cumsum() - sizes - call
-        return int(sizes[np.argmin(len(sizes) * sizes + longer)])
+        return max(1, int(sizes[np.argmin(len(sizes) * sizes + longer)]))
 
     width, keys = usual(widths, WIDER), usual(ends, CALL)
     alone = (ends > keys) | (widths > width + PROMPT)
@@ -608,14 +620,14 @@ _HARMLESS = "position_ids use_cache output_attentions output_router_logits is_ca
 AttentionInterface.register("ragged", ragged_attention)
 
 
-# ---- 7. Models by verbs, which `Decoder` calls. slots (r,), ascending, and lengths (r,)
-#    are host arrays. tokens (B, max_length) hold each slot's text, and then its drafts.
+# ---- 7. Models by verbs, which `Decoder` calls. slots (r,) ascending, lengths (r,) and
+#    num_verified (r,) are host arrays. tokens (B, max_length) hold texts, then drafts.
 #
 #    target.vocab_size, target.device
-#    target.logits(tokens, lengths, slots, num_verified (r,), budget, depth) -> (r + budget, V)
-#        Once a step: what follows the `lengths` first tokens of each slot, and each of its
-#        num_verified next ones, which sum up to budget and are `depth` at most.
-#    target.hidden (r + budget, H): the states that gave these, if the drafter has `see`.
+#    target.logits(tokens, lengths, slots, num_verified) -> (r + sum(num_verified), V)
+#        Once a step: what follows the `lengths` first tokens of each slot, and each of
+#        its num_verified next ones.
+#    target.hidden (the same rows, H): the states that gave these, if told to `keep_hidden`.
 #    drafter.next_logits(tokens, lengths, slots, position, depth) -> (r, V or another width)
 #        For each position < depth: what follows `lengths` tokens, drafts included. LOSSLESS:
 #        it may look at committed tokens and its slot's drafts, at no other slot's drafts.
@@ -631,7 +643,7 @@ class SlotLM:
     def __init__(self, model, num_slots: int, max_length: int):
         _check_model("model", model)
         self.model, self.device, self.shape = model, model.device, (num_slots, max_length)
-        self.vocab_size, self.readable = _vocabulary(model)
+        self.vocab_size, self.readable, self.keep_hidden = *_vocabulary(model), False
         configs = (m.config for m in model.modules() if hasattr(m, "config"))
         self.configs = list({id(config): vars(config) for config in configs}.values())
         self.cached, self.kv = np.zeros(num_slots, int), {}  # tokens by slot; k, v by layer
@@ -640,38 +652,27 @@ class SlotLM:
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
 
     def next_logits(self, tokens, lengths, slots, position=0, depth=0):
-        none = torch.zeros(len(slots), dtype=torch.long, device=self.device)
-        return self.logits(tokens, lengths, slots, none, 0, 0)
+        return self.logits(tokens, lengths, slots, np.zeros_like(slots))
 
     @torch.inference_mode()
-    def logits(self, tokens, lengths, slots, num_verified, budget, depth):
+    def logits(self, tokens, lengths, slots, num_verified):
         """Reads what the cache lacks: a prompt, the last token, a last draft accepted."""
         for i in np.flatnonzero(lengths - self.cached[slots] > PIECE):
-            one, n = slots[i:i + 1], np.array([PIECE])
             while lengths[i] - self.cached[slots[i]] > PIECE:
-                counts = _send(n, self.device)
-                self._forward(tokens, one, self.cached[one], n, counts, PIECE, 1)
-                self.cached[one] += PIECE
-        R, start = len(slots), self.cached[slots]
-        known = lengths - start
-        counts, total = _send(known, self.device) + num_verified, int(known.sum()) + budget
-        # Only on a CPU can the host know the counts without waiting; else bounds serve.
-        widths = counts.numpy() if self.device.type == "cpu" else np.minimum(
-            known + min(budget, depth), self.shape[1] - start)
-        keep = 0  # all logits are wanted if each row brings one known token
-        if total > R + budget:  # else those from the last known token on
-            ends, at = (num_verified + 1).cumsum(0), torch.arange(R + budget, device=self.device)
-            keep = (counts.cumsum(0) - ends)[torch.searchsorted(ends, at, right=True)] + at
-        logits = self._forward(tokens, slots, start, widths, counts, total, keep)
-        self.cached[slots] = lengths + depth  # at most; `commit` cuts it
-        return logits
+                self._forward(tokens, slots[i:i + 1], np.array([PIECE]), 1)
+        keep, counts = 0, lengths - self.cached[slots] + num_verified
+        if counts.sum() > len(slots) + num_verified.sum():  # else all logits are wanted
+            known = np.arange(counts.sum()) - (counts.cumsum() - num_verified - 1).repeat(counts)
+            keep = _send(np.flatnonzero(known >= 0), self.device)
+        return self._forward(tokens, slots, counts, keep)
 
-    def _forward(self, tokens, slots, start, widths, counts, total, keep):
-        first, name = not self.kv, type(self.model).__name__
-        self.batch = Ragged(slots, start, widths, counts, total)
+    def _forward(self, tokens, slots, counts, keep):
+        """Logits of the next counts (r,) tokens of each slot, of all or those to keep."""
+        name, first = type(self.model).__name__, not self.kv
+        self.batch = Ragged(slots, self.cached[slots], counts, self.device)
         # subtle: an id that only the target has is fed as the last one; q may be anything.
         ids = tokens[self.batch.slots, self.batch.positions].clamp(max=self.readable - 1)
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(
+        hook = self.keep_hidden and self.model.get_output_embeddings().register_forward_pre_hook(
             lambda _, inputs: setattr(self, "hidden", inputs[0][0]))
         names = [config["_attn_implementation_internal"] for config in self.configs]
         try:
@@ -681,17 +682,17 @@ class SlotLM:
                 input_ids=ids[None], position_ids=self.batch.positions[None], cache=self,
                 use_cache=True, ragged=self.batch, logits_to_keep=keep)
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-            known_kind = isinstance(error, (torch.OutOfMemoryError, NotImplementedError))
-            if known_kind or not first:
+            if not first or isinstance(error, (torch.OutOfMemoryError, NotImplementedError)):
                 raise  # only a first pass may tell that the model is of the wrong kind
             raise NotImplementedError(f"{name} can't run as a ragged batch: {error}") from error
         finally:  # the model is as it was, come what may
-            hook.remove()
+            if hook:
+                hook.remove()
             for config, old in zip(self.configs, names):
                 config["_attn_implementation_internal"] = old
-        layers = set(range(self.model.config.num_hidden_layers))
-        if not self.batch.layers == self.kv.keys() == layers:
+        if not self.batch.layers == self.kv.keys() == {*range(self.model.config.num_hidden_layers)}:
             raise NotImplementedError(f"{name} has layers whose attention is not known here")
+        self.cached[slots] += counts
         return out.logits[0]
 
     def update(self, key, value, layer_idx, *args, **kwargs):
@@ -753,11 +754,8 @@ class HeadDrafter:
 # ---- 8. Measure, and generate.
 @dataclass
 class Result:
-    """What `generate` returns; the counts (K,) are by draft position, over all steps."""
-    tokens: list  # the new ones of each prompt, an end token included
-    proposed: np.ndarray
-    verified: np.ndarray
-    accepted: np.ndarray
+    """What `generate` returns."""
+    tokens: list[list[int]]  # the new ones of each prompt, an end token included
     steps: int
     accept_length: float  # tokens of a request per step, the bonus token included
     estimator: AcceptanceEstimator | None
@@ -783,40 +781,28 @@ def measure_costs(decoder: Decoder, prompts, *, context_lengths=None, repeats=5)
     _check(K > 0 and repeats > 0 and 1 <= low <= high <= room and (decoder.request < 0).all(),
            f"to measure takes K, repeats, contexts in 1..{room} and no requests, got {K}, "
            f"{repeats}, {low, high}, {decoder.request}")
-    contexts = np.linspace(low, high, B).astype(int)
-    probe = copy.copy(decoder)  # with a state of its own, where a step changes it
-    probe.plan, probe.cost, probe.estimator = "fixed", None, AcceptanceEstimator(probe.K)
+    probe = copy.copy(decoder)  # which shares models and slots, and learns nothing
+    probe.plan, probe.cost, probe.estimator = "fixed", None, None
     probe.generator = torch.Generator(probe.device).manual_seed(0)
-    probe.expected, probe.usual = decoder.expected.copy(), decoder.usual.copy()
-
-    def draft(slots, depths):
-        began = time.perf_counter()
-        drafted = Decoder.draft(probe, slots, depths)
-        drafted[0].sum().item()  # waits for a GPU
-        probe.draft_ms = 1e3 * (time.perf_counter() - began)
-        return drafted
-
-    probe.draft = draft
+    contexts = np.linspace(low, high, B).astype(int)
     for i, n in enumerate(contexts):
         probe.add(i, (list(prompts[i % len(prompts)]) * int(n))[:n], 1)
+
+    def time_step(n, depth):
+        slots = np.linspace(0, B - 1, n).astype(int)
+        probe.request[:], probe.lengths[:], probe.ends[:] = -1, contexts, contexts + depth + 1
+        probe.request[slots] = slots
+        done = probe.step()
+        return done.draft_ms, done.ms - done.draft_ms
+
     # Smaller batches too, for the times when requests run out.
     shapes = [(B, d) for d in range(K + 1) if d in (0, 1, 2, 3, 5, 7, K)]
     shapes += [(n, 0) for n in {1, -(-B // 4), -(-B // 2)} - {B}]
-    times = [[_time_step(probe, contexts, *shape) for shape in shapes]
-             for _ in range(repeats + 1)]
+    times = [[time_step(*shape) for shape in shapes] for _ in range(repeats + 1)]
     decoder.request[:] = -1
     drafting, rest = np.min(times[1:], 0).T
     return CostTable({d: ms for (_, d), ms in zip(shapes, drafting) if d},
                      {n * (1 + d): ms for (n, d), ms in zip(shapes, rest)})
-
-
-def _time_step(probe, contexts, n, depth):
-    """Milliseconds of drafting, and of the rest of a step, of n requests at that depth."""
-    slots = np.linspace(0, len(contexts) - 1, n).astype(int)
-    probe.request[:], probe.lengths[:], probe.ends[:] = -1, contexts, contexts + depth + 1
-    probe.request[slots] = slots
-    whole = probe.step().ms
-    return probe.draft_ms, whole - probe.draft_ms
 
 
 def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_tokens=7,
@@ -838,9 +824,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     requests = _check_requests(target, drafter, K, prompts, max_new_tokens)
     _check(on_step is None or callable(on_step), f"on_step must be callable, got {on_step}")
     _check(isinstance(cost, CostTable | None), f"cost must be a CostTable, got {cost!r}")
-    array = isinstance(eos_token_id, (Tensor, np.ndarray))
-    eos = eos_token_id.tolist() if array else eos_token_id
-    eos = eos if isinstance(eos, (list, tuple, set)) else [] if eos is None else [eos]
+    eos = [] if eos_token_id is None else np.ravel(eos_token_id).tolist()
     eos = _token_ids("eos_token_id", eos, _vocabulary(target)[0])
     B, longest = min(B, len(requests) or 1), max([len(p) + n for p, n in requests] or [1])
     own = not K or hasattr(drafter, "next_logits")
@@ -853,19 +837,15 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     if decoder.plan != "fixed" and cost is None:
         decoder.cost = measure_costs(decoder, [prompt for prompt, _ in requests])
     waiting = iter([(i, prompt, n) for i, (prompt, n) in enumerate(requests) if n])
-    tokens, counts, request_steps = [[] for _ in requests], np.zeros((3, K), int), []
+    tokens, steps, request_steps = [[] for _ in requests], 0, 0
     while refill(decoder, waiting) or (done := decoder.step()):  # (refill gives None)
-        drafted = (done.survival >= 0).sum(1)
-        for count, n in zip(counts, (drafted, done.num_verified, done.accepted)):
-            count += (np.arange(K) < n[:, None]).sum(0)
-        request_steps.append(len(done.requests))
+        steps, request_steps = steps + 1, request_steps + len(done.requests)
         for i, row, n in zip(done.requests, done.tokens, done.num_committed):
             tokens[i] += row[:n].tolist()
         if on_step and (ended := on_step(done)) is not None:
             decoder.request[np.isin(decoder.request, list(ended))] = -1
-    length = sum(map(len, tokens)) / max(sum(request_steps), 1)
-    return Result(tokens, *counts, len(request_steps), length, decoder.estimator,
-                  decoder.cost)
+    length = sum(map(len, tokens)) / max(request_steps, 1)
+    return Result(tokens, steps, length, decoder.estimator, decoder.cost)
 
 
 # ---- 9. Refusals: by name and value, before any work.

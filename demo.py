@@ -1273,12 +1273,13 @@ class Watched(av.Decoder):
     """The same loop, which also keeps what the study asks of a step."""
 
     def survival(self, features, drafts, depths):
-        self.inputs = head_inputs(self, depths, drafts)
+        self.inputs = head_inputs(self, depths, torch.from_numpy(drafts).to(self.device))
         return super().survival(features, drafts, depths)
 
     def accept(self, slots, drafts, *more):
         done = super().accept(slots, drafts, *more)
         position, law = np.arange(drafts.shape[1]), self.law
+        drafts = torch.from_numpy(drafts).to(self.device)
         r, i = np.nonzero((position < done.num_verified[:, None])
                           & (position <= done.accepted[:, None]))
         first = np.cumsum(done.num_verified + 1) - done.num_verified - 1
@@ -1526,9 +1527,9 @@ def biased_rules() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     def trimmed(drafts, budget=None):
         rows = torch.tensor(np.array([two(drafts[:i]) for i in range(2)])).log()
         # Slope 1, intercept 0: the confidence is q_max itself.
-        survival = torch.sigmoid(av.logit_q_max(rows).double()).cumprod(0)[None]
+        survival = torch.sigmoid(av.logit_q_max(rows).double()).cumprod(0)[None].numpy()
         if budget is None:
-            _, budget = av.draft_budget(survival.numpy(), cost)
+            _, budget = av.draft_budget(survival, cost)
         return av.trim(survival, budget).item()
 
     laws = {"verify if q(drawn token) >= 0.5": next_token_law(
@@ -1576,26 +1577,29 @@ class Informed(av.Decoder):
         return time.perf_counter()
 
     def survival(self, features, drafts, depths):
-        began, given = self.now(), self.estimator.confidence(self, depths, drafts)
-        self.estimator.given = given.double()
+        began, on_device = self.now(), torch.from_numpy(drafts).to(self.device)
+        given = self.estimator.confidence(self, depths, on_device)
+        self.estimator.given = given.double().cpu().numpy()
         self.spent = self.now() - began
         self.free_seconds += self.spent
         return super().survival(features, drafts, depths)
 
-    def learn(self, slots, done, began):
-        super().learn(slots, done, began + self.spent)
+    def learn(self, slots, done):
+        done.ms -= 1e3 * self.spent
+        done.draft_ms -= 1e3 * self.spent
+        super().learn(slots, done)
 
 
 def truth(shadow: av.SlotLM) -> Callable:
     """The chance of each draft, from a second run of the target: the ceiling."""
     def confidence(decoder, depths, drafts):
         (R, D), slots = drafts.shape, np.flatnonzero(decoder.request >= 0)
-        lengths, counts = decoder.lengths[slots], torch.from_numpy(depths)
+        lengths = decoder.lengths[slots]
         shadow.commit(slots, np.where(decoder.fresh[slots], 0, lengths))
-        logits = shadow.logits(decoder.tokens, lengths, slots, counts.to(drafts.device),
-                               int(depths.sum()), D)
-        rows = (counts + 1).cumsum(0)[:, None] - counts[:, None] - 1 + torch.arange(D)
-        p = av.warp(logits, **decoder.law)[rows.clamp(max=len(logits) - 1).to(drafts.device)]
+        logits = shadow.logits(decoder.tokens, lengths, slots, depths)
+        rows = ((depths + 1).cumsum() - depths - 1)[:, None] + np.arange(D)
+        rows = torch.from_numpy(rows).clamp(max=len(logits) - 1).to(drafts.device)
+        p = av.warp(logits, **decoder.law)[rows]
         return torch.minimum(p, decoder.q[:D, :R].transpose(0, 1)).sum(-1).clamp(max=1)
     return confidence
 

@@ -59,7 +59,7 @@ class Table:
     def commit(self, slots, lengths):
         self.asked = []  # how many rows, by each call of a step
 
-    def logits(self, tokens, lengths, slots, num_verified, budget, depth):
+    def logits(self, tokens, lengths, slots, num_verified):
         texts = [tokens[s, :n + i].tolist() for s, n, k in zip(slots, lengths, num_verified)
                  for i in range(k + 1)]
         self.hidden = torch.tensor([[sum((t + 1) * 7.0**i for i, t in enumerate(text))]
@@ -68,7 +68,7 @@ class Table:
 
     def next_logits(self, tokens, lengths, slots, position, depth):
         self.asked.append(len(slots))
-        return self.logits(tokens, lengths, slots, [0] * len(slots), 0, 0)
+        return self.logits(tokens, lengths, slots, [0] * len(slots))
 
 
 class Seeing(Table):
@@ -81,7 +81,7 @@ class Seeing(Table):
     def next_logits(self, tokens, lengths, slots, position, depth):
         logits = super().next_logits(tokens, lengths - (position == 0), slots, position, depth)
         assert position or (self.hidden == self.seen[slots]).all()
-        return logits if position else self.logits(tokens, lengths, slots, [0] * len(slots), 0, 0)
+        return logits if position else self.logits(tokens, lengths, slots, [0] * len(slots))
 
 
 def random_law(seed, V, target=None):
@@ -259,7 +259,7 @@ def test_worked_example_a_feature_of_the_drawn_token_biases_the_text(feature, wa
         def survival(self, features, drafts, depths):
             if feature == "q_max":
                 return super().survival(features, drafts, depths)
-            return self.q[:1, :1].transpose(0, 1).gather(2, drafts[..., None]).squeeze(2)
+            return self.q[0, [0], drafts[0]][None].numpy()
 
     idea.trim, idea.Decoder = lambda survival, budget: (survival >= 0.5).sum(1), Looking
     Q = Table(lambda text: np.array([0.2, 0.8]), 2)
@@ -278,7 +278,7 @@ def test_worked_example_a_budget_from_this_step_biases_the_text(ahead, want, ide
     trim, cost = idea.trim, {1: 1.0, 2: 1.9, 3: 1.9, 4: 2.8}
     table = idea.CostTable({1: 1e-9}, cost)
     if ahead:
-        idea.trim = lambda s, _: trim(s, idea.draft_budget(s.numpy(), table)[1])
+        idea.trim = lambda s, _: trim(s, idea.draft_budget(s, table)[1])
     Q = Table(lambda text: np.array([0.99, 0.01] if text == (0, 0) else [0.5, 0.5]), 2)
     for expected in (0.5, 0.9):  # of earlier steps, whatever it is
         def make():
@@ -638,18 +638,17 @@ def test_costs_between_below_and_beyond_the_points():
 def test_costs_follow_the_machine_but_no_hiccup():
     """A fixed table plans for another machine, and a hiccup that counts in full for none.
 
-    1.5 times slower, the forecast is within 3 % after 60 steps; a step of 100 times the
-    expected takes it up by 2^COST_RATE, 3.5 %, at most."""
-    cost, steps = av.CostTable({1: 1.0, 7: 7.0}, {64: 10.0, 128: 14.0}), 3 + 14
-    for _ in range(60):
-        cost.learn(3, 128, 1.5 * steps)
-    now = cost.draft_ms(3) + cost.verify_ms(128)
-    assert now / steps == pytest.approx(1.5, rel=0.03)
-    cost.learn(3, 128, 100 * now)
-    assert 1 < (cost.draft_ms(3) + cost.verify_ms(128)) / now <= 1.036
-    drafting = cost.factors[0]
-    cost.learn(0, 128, 1.0)  # says nothing of drafting
-    assert cost.factors[0] == drafting
+    Drafting 3 and the rest 1.5 times slower, both are within 3 % after 100 steps; a step of
+    100 times the expected takes them up by 2^COST_RATE, 3.5 %."""
+    cost = av.CostTable({1: 1.0, 7: 7.0}, {64: 10.0, 128: 14.0})
+    for _ in range(100):
+        cost.learn(3, 128, 3 * 3.0, 1.5 * 14.0)
+    assert cost.factors == pytest.approx([3, 1.5], rel=0.03)
+    before = cost.factors.copy()
+    cost.learn(3, 128, 9e2, 2e3)
+    assert cost.factors == pytest.approx(before * 2**av.COST_RATE)
+    cost.learn(0, 128, 0.1, 1e-9)  # says nothing of drafting
+    assert cost.factors == pytest.approx(before * [2**av.COST_RATE, 1])
 
 
 @pytest.mark.parametrize("all_depths", [False, True])
@@ -680,17 +679,17 @@ def test_trim_takes_the_best_slots():
     rng = np.random.default_rng(0)
     for _ in range(200):
         R, K = rng.integers(1, 5, 2)
-        s = torch.tensor(np.cumprod(rng.choice([1.0, 0.5, 0.9, 0.0], (R, K)), 1))
+        s = np.cumprod(rng.choice([1.0, 0.5, 0.9, 0.0], (R, K)), 1)
         budget = int(rng.integers(0, R * K + 1))
         values = {n: sum(s[r, :k].sum().item() for r, k in enumerate(n))
                   for n in itertools.product(range(K + 1), repeat=R) if sum(n) == budget}
         got = values[tuple(av.trim(s, budget).tolist())]  # a KeyError: not so many slots
         assert got == pytest.approx(max(values.values()), abs=1e-12)
-    assert av.trim(torch.tensor([[0.5, -1, -1], [0.0, 0, 0]]), 4).tolist() == [1, 3]
-    assert av.trim(torch.ones(300, 2), 310).tolist() == [2] * 10 + [1] * 290  # a stable sort
+    assert av.trim(np.array([[0.5, -1, -1], [0, 0, 0]]), 4).tolist() == [1, 3]
+    assert av.trim(np.ones((300, 2)), 310).tolist() == [2] * 10 + [1] * 290  # a stable sort
     for bad in (-1, 7, 1.0, True):
         with pytest.raises(ValueError, match="budget"):
-            av.trim(torch.ones(3, 2), bad)
+            av.trim(np.ones((3, 2)), bad)
 
 
 # ---- 5. The loop. -------------------------------------------------------------------
@@ -699,9 +698,9 @@ def test_trim_takes_the_best_slots():
 class Coin(Table):
     """A law that is the same after each text, and may be changed while it is used."""
 
-    def logits(self, tokens, lengths, slots, num_verified, budget, depth):
-        self.hidden = torch.zeros(len(slots) + budget, 1)
-        return torch.tensor(self.law).log().expand(len(slots) + budget, -1)
+    def logits(self, tokens, lengths, slots, num_verified):
+        self.hidden = torch.zeros(len(slots) + sum(num_verified), 1)
+        return torch.tensor(self.law).log().expand(len(self.hidden), -1)
 
 
 SURE = [0.8, 0.15, 0.05]  # of the drafter; the target's overlap with it is .95 or .05
@@ -795,8 +794,8 @@ def test_nothing_is_drafted_behind_an_end_token(idea):
     assert (done.survival >= 0).sum(1).tolist() == done.num_verified.tolist() == [3, 2]
     assert P.asked == [2, 2, 1] and done.num_committed.tolist() == [3, 2]
     assert decoder.step() is None
-    drafts = torch.tensor([[1, 2, 1, 2], [2, 1, 1, 1]])
-    survival = decoder.survival(torch.zeros(2, 4), drafts, np.array([4, 3]))
+    drafts = np.array([[1, 2, 1, 2], [2, 1, 1, 1]])
+    survival = decoder.survival(np.zeros((2, 4)), drafts, np.array([4, 3]))
     assert survival.tolist() == [[0.5, 0.25, 0, 0], [0.5, 0, 0, -1]]
 
 
@@ -934,15 +933,6 @@ def chi_square(counts, probs):
     return torch.special.gammaincc(torch.tensor((keep.sum() - 1) / 2.0), x / 2).item()
 
 
-class Gpu(str):
-    """A CPU that says it's a GPU: the host then doesn't know how many drafts are verified."""
-    type = "cuda"
-
-
-def as_gpu(monkeypatch):
-    monkeypatch.setattr(transformers.PreTrainedModel, "device", property(lambda m: Gpu("cpu")))
-
-
 class Calls:
     """Counts the tokens of each forward of a model, and the ids that reached it."""
 
@@ -1074,19 +1064,6 @@ def test_costs_of_a_head_are_measured_with_states_of_the_target(monkeypatch):
         assert {x.shape[1] for x in drafter.head.started} == {32}
 
 
-def test_one_padded_block_as_on_a_gpu_gives_the_same_text(monkeypatch):
-    """Where the host doesn't know the widths, bounds pad; a wrong one cuts queries, or reaches
-    beyond the end of the cache when the longest request is at its last token."""
-    target, prompts, new = llama(), prompts_of((5, 1, 17, 3)), [30, 28, 6, 9]
-    want = [greedy(target, p, n) for p, n in zip(prompts, new)]
-    drafter = noisy(target, 0.1)
-    as_gpu(monkeypatch)
-    for plan, B in itertools.product(PLANS, (2, 4)):
-        out = av.generate(target, drafter, prompts, max_new_tokens=new, temperature=0, seed=0,
-                          num_speculative_tokens=4, cost=stairs(), max_batch_size=B, plan=plan)
-        assert out.tokens == want, (plan, B)
-
-
 # ---------------------------------------------------------------------- the law, drawn
 @pytest.mark.parametrize("plan", ["verification", "adaptive"])
 def test_generate_draws_the_target_law(plan):
@@ -1160,29 +1137,24 @@ def test_the_target_as_its_own_drafter_is_always_accepted(law):
         calls.ids.clear()
         out = av.generate(target, drafter, prompts_of((5, 1, 17)), max_new_tokens=41, seed=0,
                           num_speculative_tokens=K, plan="fixed", **law)
-        assert out.accepted.tolist() == out.verified.tolist() == out.proposed.tolist()
         assert out.steps == steps == len(calls.ids)
         assert out.accept_length == 41 / steps
 
 
 # ---------------------------------------------------------------------- logits and attention
-@pytest.mark.parametrize("device", [torch.device("cpu"), Gpu("cpu")])
 @pytest.mark.parametrize("heads", [2, 4])
-def test_logits_from_the_cache_are_those_without_it(device, heads):
-    """Stale entries, wrong positions or a padded neighbour would move logits after a rollback.
-
-    On the path of a CPU, and on that of a GPU, where widths are bounds."""
+def test_logits_from_the_cache_are_those_without_it(heads):
+    """Stale entries, wrong positions or a padded neighbour would move logits after a rollback."""
     target, rng = llama(num_key_value_heads=heads), np.random.default_rng(0)
     lm, tokens = av.SlotLM(target, 4, 80), torch.randint(0, 64, (4, 80))
-    lm.device, lengths = device, np.array([3, 30, 1, 9])
+    lm.keep_hidden, lengths = True, np.array([3, 30, 1, 9])
     for _ in range(9):
         slots = np.flatnonzero(rng.random(4) < 0.7)
         if not len(slots):
             continue
         n = rng.integers(0, 6, len(slots))
-        drafts, depth = torch.tensor(n), int(n.max()) + rng.integers(0, 2)
         lm.commit(slots, lengths[slots])
-        got = lm.logits(tokens, lengths[slots], slots, drafts, int(n.sum()), depth)
+        got = lm.logits(tokens, lengths[slots], slots, n)
         with torch.no_grad():
             full = [target(tokens[s:s + 1, :lengths[s] + d], output_hidden_states=True)
                     for s, d in zip(slots, n)]
@@ -1196,11 +1168,9 @@ def test_logits_from_the_cache_are_those_without_it(device, heads):
         tokens = torch.where(void, torch.randint(0, 64, (4, 80)), tokens)
 
 
-def cover(start, known, drafts, widths):
+def cover(start, counts):
     """What the calls read of each row, and the pairs of queries and keys that they attend."""
-    counts = known + drafts
-    batch = av.Ragged(np.arange(len(start)), start, widths, torch.tensor(counts),
-                      int(counts.sum()))
+    batch = av.Ragged(np.arange(len(start)), start, counts, torch.device("cpu"))
     read, made = [], []
     for cache, queries, seen, keys in batch.calls:
         rows = torch.arange(len(start))[cache]
@@ -1215,17 +1185,15 @@ def cover(start, known, drafts, widths):
 
 def test_attention_calls_read_each_query_once_with_all_its_keys():
     """A query that no call holds, or whose call ends before its key, would read a neighbour's
-    output. Brute force over 150 random batches, with exact widths and with bounds."""
+    output. Brute force over 150 random batches."""
     rng = np.random.default_rng(0)
-    for trial in range(150):
+    for _ in range(150):
         R = rng.integers(1, 12)
         start = np.where(rng.random(R) < 0.2, rng.integers(0, 2000, R), rng.integers(0, 40, R))
         known = np.where(rng.random(R) < 0.2, rng.integers(1, 60, R), 1 + rng.integers(0, 2, R))
-        drafts = rng.integers(0, 6, R) * (rng.random(R) < 0.6)
-        widths = known + (drafts if trial % 2 else drafts.max())
-        batch, read, _ = cover(start, known, drafts, widths)
-        want = [(r, s + i) for r, (s, n) in enumerate(zip(start, known + drafts))
-                for i in range(n)]
+        counts = known + rng.integers(0, 6, R) * (rng.random(R) < 0.6)
+        batch, read, _ = cover(start, counts)
+        want = [(r, s + i) for r, (s, n) in enumerate(zip(start, counts)) for i in range(n)]
         for (row, position), (t, got, query, at, keys) in zip(want, read, strict=True):
             assert (got, at, query) == (row, position, t) and keys > position
             assert batch.slots[t] == row and batch.positions[t] == position
@@ -1239,18 +1207,17 @@ def test_one_long_request_does_not_slow_down_the_others():
     one = np.ones(32, int)
     mixed = np.full(32, 16)
     mixed[7] = 4000
-    for drafts in (0 * one, 3 * one):
-        both, short, long = (cover(s - 1, 1 + 0 * s, d, 1 + d)[2] for s, d in (
-            (mixed, drafts), (np.full(31, 16), drafts[1:]), (np.array([4000]), drafts[:1])))
+    for n in (one, 4 * one):
+        both, short, long = (cover(s - 1, n[:len(s)])[2] for s in (
+            mixed, np.full(31, 16), np.array([4000])))
         assert both <= 1.3 * (short + long)
-    area = lambda start, known, drafts: cover(start, known, drafts, known + drafts)[2]
     # One deep row in a trimmed batch, or a prompt, leaves the others as narrow as they are.
-    start, even = np.full(64, 50), area(np.full(64, 50), 1 + 0 * np.ones(64, int), np.zeros(64, int))
-    deep, prompt = np.zeros(64, int), np.ones(64, int)
-    deep[63], prompt[5] = 8, 200
-    assert area(start, 1 + 0 * deep, deep) <= 1.35 * even
-    fresh = np.where(prompt > 1, 0, start)
-    assert area(fresh, prompt, 0 * deep) <= 1.35 * even + 200 * 200
+    start, counts = np.full(64, 50), np.ones(64, int)
+    even = cover(start, counts)[2]
+    counts[63] = 9
+    assert cover(start, counts)[2] <= 1.35 * even
+    counts[63], counts[5], start[5] = 1, 200, 0
+    assert cover(start, counts)[2] <= 1.35 * even + 200 * 200
 
 
 @pytest.mark.parametrize("drafter", [False, True])
@@ -1268,7 +1235,7 @@ def test_masks_of_a_long_prompt_are_bounded_by_pieces(drafter, monkeypatch):
     lm, calls = av.SlotLM(model, 2, 8200), Calls(model)
     tokens = torch.arange(2 * 8200).view(2, -1) % 64
     verbs = (lm.next_logits,) if drafter else (
-        lambda *a: lm.logits(*a, torch.tensor([2, 0]), 2, 2),)
+        lambda *a: lm.logits(*a, np.array([2, 0])),)
     for verb in verbs:
         verb(tokens, np.array([8192, 5]), np.array([0, 1]))
     assert max(sizes) <= 4 * av.PIECE * 8200 * 1.1 and sum(calls.sizes()) in (8197, 8199)
@@ -1302,16 +1269,17 @@ def test_query_tokens_of_the_target_are_requests_plus_budget(plan):
     All ids that any embedding reads are of the vocabulary (F23)."""
     target, drafter, steps = llama(), noisy(llama(), 0.3), []
     reads, draft_reads = Calls(target), Calls(drafter)
-    out = av.generate(target, drafter, prompts_of((3,) * 6), max_new_tokens=[9, 20, 3, 20, 7, 18],
-                      max_batch_size=5, cost=stairs(), seed=0, num_speculative_tokens=8,
-                      plan=plan, on_step=steps.append)
-    seen, want = set(), []
+    av.generate(target, drafter, prompts_of((3,) * 6), max_new_tokens=[9, 20, 3, 20, 7, 18],
+                max_batch_size=5, cost=stairs(), seed=0, num_speculative_tokens=8,
+                plan=plan, on_step=steps.append)
+    seen, want, drafted = set(), [], 0
     for s in steps:
         new = set(s.requests.tolist()) - seen
         want.append(len(s.requests) + s.num_verified.sum() + 2 * len(new))
+        drafted += (s.survival >= 0).sum() - s.num_verified.sum()
         seen |= new
     assert reads.sizes() == want
-    assert (out.verified.sum() < out.proposed.sum()) == (plan != "fixed")
+    assert (drafted > 0) == (plan != "fixed")
     ids = set(itertools.chain(*reads.ids, *draft_reads.ids))
     assert min(ids) >= 0 and max(ids) < 64
 
@@ -1321,12 +1289,14 @@ def test_counts_by_hand_on_a_scripted_drafter():
 
     The target counts up; the drafter errs after 2, 5 and 8. From 0 with K = 4, each step
     accepts two drafts and commits three tokens."""
+    steps = []
     out = av.generate(cycle(10), cycle(10, wrong_at=(2, 5, 8)), [[0]], max_new_tokens=9,
-                      num_speculative_tokens=4, plan="fixed", temperature=0)
+                      num_speculative_tokens=4, plan="fixed", temperature=0,
+                      on_step=steps.append)
     assert out.tokens == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     assert (out.steps, out.accept_length) == (3, 3.0)
-    assert out.accepted.tolist() == [3, 3, 0, 0]
-    assert out.proposed.tolist() == out.verified.tolist() == [3, 3, 2, 2]
+    assert [s.accepted.tolist() for s in steps] == [[2]] * 3
+    assert [s.num_verified.tolist() for s in steps] == [[4], [4], [2]]
 
 
 def test_requests_that_accept_different_counts_do_not_touch_each_other():
@@ -1377,10 +1347,10 @@ def test_a_new_request_inherits_nothing_of_its_slot():
 def test_end_tokens_cut_a_block_where_they_stand(K):
     """Text goes on behind an end token that was accepted in the middle of a block (F24).
 
-    The end is kept, at each place of a block, as an int, list, set, tensor or array."""
+    The end is kept, at each place of a block, as an int, list, tensor or array."""
     target, drafter = cycle(12), cycle(12)
     for end in (1, 3, 5, 8, 9):
-        for eos in (end, [end, 11], {end}, torch.tensor([end]), torch.tensor(end),
+        for eos in (end, [end, 11], torch.tensor([end]), torch.tensor(end),
                     np.array([end]), np.int64(end), (end,)):
             out = av.generate(target, drafter, [[0], [4]], max_new_tokens=9, temperature=0,
                               num_speculative_tokens=K, plan="fixed", eos_token_id=eos)
@@ -1462,7 +1432,7 @@ def test_no_end_token_means_to_go_on_to_the_last():
     """A model that has no end token in its config would crash or stop (F25)."""
     target = llama()
     target.generation_config.eos_token_id = 3
-    for eos in (None, [], set()):
+    for eos in (None, [], ()):
         out = av.generate(target, llama(1), [[1]], max_new_tokens=20, eos_token_id=eos, seed=0,
                           cost=stairs())
         assert len(out.tokens[0]) == 20
