@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Adaptive verification for speculative decoding without a confidence head, in one file.
 
-A cheap drafter proposes K tokens for each request, and the target checks them in one pass.
-Rejection sampling keeps the text distributed as if the target had written it alone. In a
-large batch each checked draft costs real time, so only those worth it should be checked.
-How likely one is to be accepted is read off the drafter's law, by a logistic regression on
-the log-odds of its largest probability; how many to check follows from measured costs.
+A cheap drafter proposes K tokens for each request, the target checks them in one pass, and
+rejection sampling keeps the text distributed as if the target had written it alone. In a
+large batch each checked draft costs time, so only those worth it should be checked. How
+likely one is to be accepted is read off the drafter's law, by a logistic regression on the
+log-odds of its largest probability; how many to check follows from measured costs.
 
 here             meaning                                        papers, vLLM
 p, q             law of the TARGET, law of the DRAFTER          some papers swap the two
@@ -30,8 +30,7 @@ Exact: "verify x_2 if the largest probability of q_2 is high", as x_2 is not dra
 Biased: "verify x_2 if q_2(x_2) is high". An unlikely x_2 would be replaced by a draw of
 the target, and the text would hold too many of the likely ones.
 
-Laws and tokens are tensors, on the models' device. Decisions are made on the host, in
-numpy. Not here: token trees, settings per request, paged memory, several devices.
+Laws and tokens are tensors on the models' device; decisions are made on the host, in numpy.
 Sections 3 and 4 are acceptance_estimator.py and adaptive_verification.py in vLLM's
 `v1/worker/gpu/spec_decode/`. What is out of range raises ValueError, everywhere.
 """
@@ -52,7 +51,6 @@ MAX_FIT_STEP = 3.0  # log-odds per refit: .95 to .05 takes two; 5 would overshoo
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # drafts that renew half of what is expected: one batch, or 8 steps of one
 COST_RATE = 0.05  # how far a step moves the cost factors: 20 steps follow the machine
-WINDOW = 64  # tokens of a large law that are sorted at first: few nuclei are larger
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
 PROMPT = 16  # a row that is wider by more than this is attended alone, as a prompt
 WIDER = 4  # padded tokens that cost as much as attending to a row twice
@@ -78,6 +76,12 @@ def _number(name, value, low, high, kinds=(int, float)):
     return exact
 
 
+def _token_ids(name, ids, V):
+    ids = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
+    _check(isinstance(ids, (list, tuple)), f"{name} must be a list of ids, got {ids!r}")
+    return [_number(f"a token of {name}", token, 0, V - 1, int) for token in ids]
+
+
 # ==== Part I: the idea. It needs torch and numpy only, and copies out as it stands. ====
 # ---- 1. Laws: from logits to probabilities, and from probabilities to a token.
 def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
@@ -94,11 +98,12 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     law = _softmax(logits, temperature)
     if 0 < top_k < law.shape[-1]:
         law = law.where(law >= law.topk(top_k).values[..., -1:], 0.0)
-    if top_p < 1:
-        # Only on a CPU is it free to look which rows need more than a window.
-        few = law.device.type == "cpu" and law.shape[-1] > 16 * WINDOW
-        edge = _nucleus_edge(law, top_p, WINDOW if few else law.shape[-1])
-        law = law.where(law >= edge, 0.0)
+    if top_p < 1:  # the least probable tokens go, which hold 1 - top_p at most
+        on_cpu = law.device.type == "cpu"  # where numpy sorts several times faster
+        rising = torch.from_numpy(np.sort(law.numpy())) if on_cpu else law.sort().values
+        rest = (1 - top_p) * law.sum(-1, keepdim=True)
+        edge = torch.searchsorted(rising.cumsum(-1), rest, right=True)
+        law = law.where(law >= rising.gather(-1, edge.clamp(max=law.shape[-1] - 1)), 0.0)
     return law / law.sum(-1, keepdim=True)  # (a float32 softmax of many is off by 5e-4)
 
 
@@ -110,28 +115,14 @@ def _softmax(logits, temperature):
     return logits.softmax(-1)
 
 
-def _nucleus_edge(law, top_p, window):
-    """The least probability (..., 1) in the smallest set of tokens that holds top_p."""
-    if window < law.shape[-1]:
-        top = law.topk(window).values  # (..., window), descending
-    elif law.device.type == "cpu":  # numpy sorts a row several times faster there
-        top = torch.from_numpy(np.sort(law.numpy())).flip(-1)
-    else:
-        top = law.sort(descending=True).values
-    last = torch.searchsorted(top.cumsum(-1), top_p * law.sum(-1, keepdim=True))
-    edge = top.gather(-1, last.clamp(max=window - 1))
-    if window < law.shape[-1] and (more := last[..., 0] == window).any():
-        edge[more] = _nucleus_edge(law[more], top_p, law.shape[-1])
-    return edge
-
-
 def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw per row of weights, which need not sum to one, (..., V) -> (...,)."""
     mass = weights.cumsum(-1, dtype=torch.float64)
     u = torch.empty_like(mass[..., :1]).uniform_(generator=generator)
     # Never a token of weight 0: the point is below the end, `right` passes flat pieces.
     point = u * (mass[..., -1:] * (1 - 2**-52))
-    return torch.searchsorted(mass, point, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
+    token = torch.searchsorted(mass, point, right=True).squeeze(-1)
+    return token.clamp(max=weights.shape[-1] - 1)
 
 
 # ---- 2. The lossless rule (Leviathan et al. 2023, algorithm 1; vLLM rejection_sampler).
@@ -196,7 +187,7 @@ class AcceptanceEstimator:
         self.intercepts = np.full(K, float(_number("intercept", intercept, -1e6, 1e6)))
         self.num_speculative_tokens, self.steps, self.sums = K, 0, np.zeros((6, K))
 
-    def predict(self, features: np.ndarray) -> np.ndarray:
+    def predict(self, features) -> np.ndarray:
         """Confidences of features (..., D) of the first D positions, (..., D)."""
         features = np.asarray(features)
         log_odds = self.slope * features + self.intercepts[:features.shape[-1]]
@@ -351,19 +342,22 @@ class Decoder:
     def __init__(self, target, drafter, *, max_batch_size, max_length, plan="adaptive",
                  num_speculative_tokens=7, estimator=None, cost=None, eos_token_ids=(),
                  seed=None, **law):
-        B, K = max_batch_size, num_speculative_tokens
+        K = _number("num_speculative_tokens", num_speculative_tokens, 0, 1000, int)
+        B = _number("max_batch_size", max_batch_size, 1, 2**31, int)
         _check(plan in ("fixed", "verification", "adaptive"), f"unknown plan {plan!r}")
-        warp(torch.zeros(1), **law)  # refuses settings that are out of range
+        warp(torch.zeros(1, device=target.device), **law)  # refuses what is out of range
         self.plan, self.K, self.law, self.cost = plan if K else "fixed", K, law, cost
         if estimator is None and self.plan != "fixed":
             estimator = AcceptanceEstimator(K)
-        k = estimator.num_speculative_tokens if estimator else K
-        _check(k == K, f"estimator must be one for K = {K}, got one for {k}")
+        k = getattr(estimator, "num_speculative_tokens", None if estimator is not None else K)
+        _check(k == K, f"estimator must be one for K = {K}, got {estimator} for {k}")
+        _check(isinstance(cost, CostTable | None), f"cost must be a CostTable, got {cost!r}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
         self.sees = target.keep_hidden = hasattr(drafter, "see")
         self.device, self.generator = target.device, torch.Generator(target.device)
-        self.generator.manual_seed(self.generator.seed() if seed is None else seed)
-        self.eos = np.array(eos_token_ids, int)
+        seed = self.generator.seed() if seed is None else _number("seed", seed, 0, 2**63, int)
+        self.generator.manual_seed(seed)
+        self.eos = np.array(_token_ids("eos_token_ids", eos_token_ids, target.vocab_size), int)
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
         room = max(0, min(K, max_length - 2)), B, target.vocab_size
         self.q, self.draft_logits = torch.zeros(2, *room, device=self.device).float()
@@ -374,10 +368,13 @@ class Decoder:
 
     def add(self, request: int, prompt: list[int], max_new_tokens: int):
         """Put a request into a free slot, where it takes part from the next step on."""
-        n, end, room = len(prompt), len(prompt) + max_new_tokens, self.tokens.shape[1]
+        _number("request", request, 0, 2**62, int)
+        prompt = _token_ids("prompt", prompt, self.target.vocab_size)
+        new = _number("max_new_tokens", max_new_tokens, 1, 2**31, int)
+        n, end, room = len(prompt), len(prompt) + new, self.tokens.shape[1]
         free = np.flatnonzero(self.request < 0)
-        _check(len(free) and 0 < n < end <= room, "request {} must fit in a slot, got {} and "
-               "{} new tokens for {} slots of {}", request, n, max_new_tokens, len(free), room)
+        _check(len(free) and 0 < n and end <= room, f"request {request} must fit in a slot, "
+               f"got {n} and {new} new tokens for {len(free)} slots of {room}")
         slot = free[0]
         self.request[slot], self.lengths[slot], self.ends[slot] = request, n, end
         self.tokens[slot, :n] = torch.tensor(prompt)
@@ -420,7 +417,8 @@ class Decoder:
             first = (num_verified + 1).cumsum() - num_verified - 1  # (R,) row of each
             self.drafter.see(slots, self.target.hidden[send(first + done.accepted)])
         # 6. learn
-        done.draft_ms, done.ms = 1e3 * (drafted - drafting), 1e3 * (time.perf_counter() - began)
+        done.draft_ms = 1e3 * (drafted - drafting)
+        done.ms = 1e3 * (time.perf_counter() - began)
         self.learn(slots, done)
         return done
 
@@ -471,8 +469,6 @@ class Decoder:
 
     def survival(self, features, drafts, depths):
         """(R, D), 0 behind a drafted end token. LOSSLESS: it asks earlier drafts only."""
-        if not drafts.size:
-            return features
         drawn = np.arange(drafts.shape[1]) < depths[:, None]
         if not np.isfinite(features[drawn]).all():
             raise FloatingPointError("the drafter gave logits that are not finite")
@@ -481,8 +477,8 @@ class Decoder:
         c[ended.cumsum(1) > ended] = 0.0
         return np.where(drawn, c.cumprod(1), -1.0)
 
-    def accept(self, slots, drafts, features, survival, num_verified, accepted, next_tokens,
-               finite):
+    def accept(self, slots, drafts, features, survival, num_verified, accepted,
+               next_tokens, finite):
         """Give the requests their tokens, and free the slots of those that have all."""
         if not finite.all():
             raise FloatingPointError("the target gave logits that are not finite")
@@ -528,8 +524,7 @@ from transformers import AttentionInterface, PreTrainedModel
 class Ragged:
     """Where the T tokens of a pass belong: counts[i] to slots[i], from start[i] on.
 
-    Attention pads, so it is cut into `calls`: (cache rows, queries of the pack, their
-    positions, keys)."""
+    Attention pads, so it is cut into `calls` of (cache rows, queries, positions, keys)."""
 
     def __init__(self, slots, start, counts, device):
         if (span := slots[-1] + 1 - slots[0]) < 2 * len(slots):
@@ -537,11 +532,9 @@ class Ragged:
             sizes = np.zeros((2, span), int)
             sizes[:, slots - slots[0]] = start, counts
             slots, (start, counts) = np.arange(slots[0], slots[-1] + 1), sizes
-        row = np.arange(len(slots)).repeat(counts)  # (T,)
-        first = counts.cumsum() - counts
-        offset = np.arange(len(row)) - first[row]
+        row, first = np.arange(len(slots)).repeat(counts), counts.cumsum() - counts
+        offset, size, place = np.arange(len(row)) - first[row], 0, first.copy()
         self.calls, self.layers, self.masks = [], set(), {}
-        size, place = 0, np.zeros(len(slots), int)
         for rows, width, keys in _attention_calls(counts, start + counts):
             place[rows] = size + np.arange(len(rows)) * width  # its last call counts
             size += len(rows) * width
@@ -572,16 +565,15 @@ class Ragged:
 
 
 def _attention_calls(widths, ends):
-    """[(rows, width, keys)]: all rows at the usual width and length, in a slice of the
-    cache; then again the rows that are a bit wider, and alone each longer one and prompt."""
-    if len(widths) == 1:
-        return [(np.array([0]), int(widths[0]), int(ends[0]))]
-
+    """[(rows, width, keys)]: all rows at the usual width and length; then again the rows
+    that are a bit wider, and alone each longer one and each prompt."""
     def usual(sizes, call):  # to pad to, if each larger one costs its size and a call
         sizes = np.sort(sizes)[::-1]
         longer = (sizes + call).cumsum() - sizes - call
         return max(1, int(sizes[np.argmin(len(sizes) * sizes + longer)]))
 
+    if len(widths) == 1:
+        return [(np.array([0]), int(widths[0]), int(ends[0]))]
     width, keys = usual(widths, WIDER), usual(ends, CALL)
     alone = (ends > keys) | (widths > width + PROMPT)
     calls, wide = [(np.arange(len(ends)), width, keys)], (widths > width) & ~alone
@@ -595,28 +587,30 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                      scaling=None, dropout=0.0, sliding_window=None, **kwargs):
     """Attention of packed queries (1, H, T, D) to cached keys (slots, H_kv, S, D), as
     transformers' `AttentionInterface` calls it; returns ((1, T, H, D_v), None)."""
-    odd = [name for name, x in kwargs.items() if x is not None and name not in _HARMLESS]
-    window = getattr(module.config, "sliding_window", None)
-    passed = not window or sliding_window or getattr(module.config, "layer_types", None)
-    if (odd or ragged is None or attention_mask is not None or dropout or not passed
+    odd = {name for name, x in kwargs.items() if x is not None} - _HARMLESS
+    window = getattr(module.config, "sliding_window", None)  # of some layers, or lost
+    lost = window and not (sliding_window or getattr(module.config, "layer_types", None))
+    if (odd or lost or ragged is None or attention_mask is not None or dropout
             or not getattr(module, "is_causal", True)):
-        raise NotImplementedError(f"{type(module).__name__}: attention with {odd}, a mask or "
-                                  "window of its own, dropout, or not causal, is not here")
+        raise NotImplementedError(f"{type(module).__name__}: attention with {odd}, a mask "
+                                  "or window of its own, dropout, or not causal")
     ragged.layers.add(module.layer_idx)
     query, G, outputs = query[0].transpose(0, 1), query.shape[1] // key.shape[1], []
     for number, (rows, queries, seen, keys) in enumerate(ragged.calls):
         (r, w), k, v = seen.shape, key[rows, :, :keys], value[rows, :, :keys]
+        q = query if ragged.even else query[queries]
         # Heads that share a key head become queries of it, so that no key is repeated.
-        q = (query if ragged.even else query[queries]).reshape(r, w, -1, G, query.shape[2])
+        q = q.reshape(r, w, -1, G, query.shape[2]).transpose(1, 2).flatten(2, 3)
         mask = ragged.mask(number, G, sliding_window, q.dtype)
-        out = sdpa(q.transpose(1, 2).flatten(2, 3), k, v, attn_mask=mask, scale=scaling)
-        out = out.reshape(r, -1, w, G, v.shape[3]).transpose(1, 2)  # (r, w, H_kv, G, D_v)
+        out = sdpa(q, k, v, attn_mask=mask, scale=scaling)  # (r, H_kv, w * G, D_v)
+        out = out.reshape(r, -1, w, G, v.shape[3]).transpose(1, 2)
         outputs.append(out.reshape(r * w, -1, v.shape[3]))
     out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return (out if ragged.even else out[ragged.place])[None], None
 
 
-_HARMLESS = "position_ids use_cache output_attentions output_router_logits is_causal".split()
+_HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits",
+             "is_causal"}
 AttentionInterface.register("ragged", ragged_attention)
 
 
@@ -627,15 +621,15 @@ AttentionInterface.register("ragged", ragged_attention)
 #    target.logits(tokens, lengths, slots, num_verified) -> (r + sum(num_verified), V)
 #        Once a step: what follows the `lengths` first tokens of each slot, and each of
 #        its num_verified next ones.
-#    target.hidden (the same rows, H): the states that gave these, if told to `keep_hidden`.
-#    drafter.next_logits(tokens, lengths, slots, position, depth) -> (r, V or another width)
-#        For each position < depth: what follows `lengths` tokens, drafts included. LOSSLESS:
-#        it may look at committed tokens and its slot's drafts, at no other slot's drafts.
-#    drafter.see(slots, hidden (r, H)): if there, after a step: what gave the newest tokens.
-#        The first step of a request drafts nothing, because nothing was seen of it.
-#    both.commit(slots, lengths): before a step; what is beyond `lengths` is void. 0: new.
+#    target.hidden (the same rows, H): what gave these, if it was told to `keep_hidden`.
+#    drafter.next_logits(tokens, lengths, slots, position, depth) -> (r, any width)
+#        For each position < depth: what follows `lengths` tokens, drafts included.
+#        LOSSLESS: it may look at committed tokens, and at the drafts of its own slot.
+#    drafter.see(slots, hidden (r, H)): if there, after a step: what gave the newest
+#        tokens. A new request drafts nothing in its first step, as nothing was seen.
+#    both.commit(slots, lengths): before a step; what is beyond is void. 0: a new text.
 class SlotLM:
-    """A decoder-only transformers model and its KV cache over slots, as target or drafter.
+    """A decoder-only transformers model and its KV cache over slots: target or drafter.
 
     A rejected draft stays in the cache, but `cached` no longer counts it: the next token
     at its position overwrites it before anything attends to it."""
@@ -646,7 +640,7 @@ class SlotLM:
         self.vocab_size, self.readable, self.keep_hidden = *_vocabulary(model), False
         configs = (m.config for m in model.modules() if hasattr(m, "config"))
         self.configs = list({id(config): vars(config) for config in configs}.values())
-        self.cached, self.kv = np.zeros(num_slots, int), {}  # tokens by slot; k, v by layer
+        self.cached, self.kv = np.zeros(num_slots, int), {}  # tokens by slot; by layer
 
     def commit(self, slots, lengths):
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
@@ -662,36 +656,37 @@ class SlotLM:
                 self._forward(tokens, slots[i:i + 1], np.array([PIECE]), 1)
         keep, counts = 0, lengths - self.cached[slots] + num_verified
         if counts.sum() > len(slots) + num_verified.sum():  # else all logits are wanted
-            known = np.arange(counts.sum()) - (counts.cumsum() - num_verified - 1).repeat(counts)
-            keep = _send(np.flatnonzero(known >= 0), self.device)
+            from_last = counts.cumsum() - num_verified - 1  # (r,) of last known tokens
+            at = np.arange(counts.sum())
+            keep = _send(at[at >= from_last.repeat(counts)], self.device)
         return self._forward(tokens, slots, counts, keep)
 
     def _forward(self, tokens, slots, counts, keep):
-        """Logits of the next counts (r,) tokens of each slot, of all or those to keep."""
+        """Reads the next counts (r,) tokens of each slot; logits of all, or some to keep."""
         name, first = type(self.model).__name__, not self.kv
-        self.batch = Ragged(slots, self.cached[slots], counts, self.device)
+        self.batch = batch = Ragged(slots, self.cached[slots], counts, self.device)
         # subtle: an id that only the target has is fed as the last one; q may be anything.
-        ids = tokens[self.batch.slots, self.batch.positions].clamp(max=self.readable - 1)
-        hook = self.keep_hidden and self.model.get_output_embeddings().register_forward_pre_hook(
+        ids = tokens[batch.slots, batch.positions].clamp(max=self.readable - 1)
+        head, names = self.model.get_output_embeddings(), [
+            config["_attn_implementation_internal"] for config in self.configs]
+        hook = self.keep_hidden and head.register_forward_pre_hook(
             lambda _, inputs: setattr(self, "hidden", inputs[0][0]))
-        names = [config["_attn_implementation_internal"] for config in self.configs]
         try:
             for config in self.configs:  # (the setter takes as long as a small model)
                 config["_attn_implementation_internal"] = "ragged"
-            out = self.model(
-                input_ids=ids[None], position_ids=self.batch.positions[None], cache=self,
-                use_cache=True, ragged=self.batch, logits_to_keep=keep)
+            out = self.model(input_ids=ids[None], position_ids=batch.positions[None],
+                             cache=self, use_cache=True, ragged=batch, logits_to_keep=keep)
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-            if not first or isinstance(error, (torch.OutOfMemoryError, NotImplementedError)):
+            if not first:
                 raise  # only a first pass may tell that the model is of the wrong kind
             raise NotImplementedError(f"{name} can't run as a ragged batch: {error}") from error
         finally:  # the model is as it was, come what may
-            if hook:
-                hook.remove()
             for config, old in zip(self.configs, names):
                 config["_attn_implementation_internal"] = old
-        if not self.batch.layers == self.kv.keys() == {*range(self.model.config.num_hidden_layers)}:
-            raise NotImplementedError(f"{name} has layers whose attention is not known here")
+            if hook:
+                hook.remove()
+        if not batch.layers == self.kv.keys() == {*range(self.model.config.num_hidden_layers)}:
+            raise NotImplementedError(f"{name} has layers with another kind of attention")
         self.cached[slots] += counts
         return out.logits[0]
 
@@ -752,16 +747,6 @@ class HeadDrafter:
 
 
 # ---- 8. Measure, and generate.
-@dataclass
-class Result:
-    """What `generate` returns."""
-    tokens: list[list[int]]  # the new ones of each prompt, an end token included
-    steps: int
-    accept_length: float  # tokens of a request per step, the bonus token included
-    estimator: AcceptanceEstimator | None
-    cost: CostTable | None
-
-
 def refill(decoder: Decoder, requests):
     """Fill free slots from an iterator of (number, prompt, max_new_tokens), as it lasts."""
     for _, request in zip(np.flatnonzero(decoder.request < 0), requests):
@@ -774,19 +759,21 @@ def measure_costs(decoder: Decoder, prompts, *, context_lengths=None, repeats=5)
     context_lengths: from, to; spread over the slots as real ones are, because attention
     reads up to the longest; default: shortest prompt to CONTEXT. Prompts are repeated up
     to there. After a warm-up, the least of `repeats` times counts."""
-    (B, room), K = decoder.tokens.shape, min(decoder.K, decoder.tokens.shape[1] - 2)
-    room -= K + 1  # for the prompt
+    B, K = len(decoder.tokens), len(decoder.q)
+    room = decoder.tokens.shape[1] - K - 1  # for the prompt
     high = max(1, min(room, CONTEXT))
     low, high = context_lengths or (min([high, *map(len, prompts)]), high)
-    _check(K > 0 and repeats > 0 and 1 <= low <= high <= room and (decoder.request < 0).all(),
-           f"to measure takes K, repeats, contexts in 1..{room} and no requests, got {K}, "
-           f"{repeats}, {low, high}, {decoder.request}")
+    _check(K > 0 and repeats > 0 and len(prompts) and 1 <= low <= high <= room,
+           f"to measure takes K, repeats, prompts and contexts in 1..{room}, got {K}, "
+           f"{repeats}, {prompts} and {low, high}")
+    _check((decoder.request < 0).all(), f"decoder must be idle, has {decoder.request}")
+    contexts = np.linspace(low, high, B).astype(int)
     probe = copy.copy(decoder)  # which shares models and slots, and learns nothing
     probe.plan, probe.cost, probe.estimator = "fixed", None, None
     probe.generator = torch.Generator(probe.device).manual_seed(0)
-    contexts = np.linspace(low, high, B).astype(int)
     for i, n in enumerate(contexts):
-        probe.add(i, (list(prompts[i % len(prompts)]) * int(n))[:n], 1)
+        prompt = np.asarray(prompts[i % len(prompts)]).tolist()
+        probe.add(i, (prompt * int(n))[:n], 1)
 
     def time_step(n, depth):
         slots = np.linspace(0, B - 1, n).astype(int)
@@ -805,6 +792,16 @@ def measure_costs(decoder: Decoder, prompts, *, context_lengths=None, repeats=5)
                      {n * (1 + d): ms for (n, d), ms in zip(shapes, rest)})
 
 
+@dataclass
+class Result:
+    """What `generate` returns."""
+    tokens: list[list[int]]  # the new ones of each prompt, an end token included
+    steps: int
+    accept_length: float  # tokens of a request per step, the bonus token included
+    estimator: AcceptanceEstimator | None
+    cost: CostTable | None
+
+
 def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_tokens=7,
              plan="adaptive", max_batch_size=64, eos_token_id=None, seed=None, cost=None,
              estimator=None, on_step=None, **law) -> Result:
@@ -819,15 +816,12 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     top_k, top_p of both models, whose generation configs are not read. Same inputs and
     seed: same tokens, but a cost table learns from the clock, which keeps the law only.
     NotImplementedError: unfit models. FloatingPointError: logits that are not finite."""
-    K = _number("num_speculative_tokens", num_speculative_tokens, 0, 1000, int)
-    B = _number("max_batch_size", max_batch_size, 1, 2**31, int)
-    requests = _check_requests(target, drafter, K, prompts, max_new_tokens)
+    K, own = num_speculative_tokens, hasattr(drafter, "next_logits") or not num_speculative_tokens
+    requests = _check_requests(target, drafter, own, prompts, max_new_tokens)
     _check(on_step is None or callable(on_step), f"on_step must be callable, got {on_step}")
-    _check(isinstance(cost, CostTable | None), f"cost must be a CostTable, got {cost!r}")
     eos = [] if eos_token_id is None else np.ravel(eos_token_id).tolist()
-    eos = _token_ids("eos_token_id", eos, _vocabulary(target)[0])
-    B, longest = min(B, len(requests) or 1), max([len(p) + n for p, n in requests] or [1])
-    own = not K or hasattr(drafter, "next_logits")
+    B = min(_number("max_batch_size", max_batch_size, 1, 2**31, int), len(requests) or 1)
+    longest = max([len(p) + n for p, n in requests] or [1])
     decoder = Decoder(
         SlotLM(target, B, longest), drafter if own else SlotLM(drafter, B, longest),
         max_batch_size=B, max_length=longest, plan=plan, num_speculative_tokens=K, seed=seed,
@@ -853,25 +847,17 @@ def _vocabulary(model):
     return [len(f().weight) for f in (model.get_output_embeddings, model.get_input_embeddings)]
 
 
-def _token_ids(name, ids, V):
-    ids = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
-    _check(isinstance(ids, (list, tuple, set)), f"{name} must be a list of ids, got {ids!r}")
-    return [_number(f"a token of {name}", token, 0, V - 1, int) for token in ids]
-
-
-def _check_requests(target, drafter, K, prompts, max_new_tokens):
+def _check_requests(target, drafter, own, prompts, max_new_tokens):
     """[(prompt, new tokens)] that fit models which can run together."""
-    own = hasattr(drafter, "next_logits") and hasattr(drafter, "commit")
-    models = {"target": target} if own or not K else {"target": target, "drafter": drafter}
+    models = {"target": target} if own else {"target": target, "drafter": drafter}
     for name, model in models.items():
         _check_model(name, model)
         _check(model.device == target.device,
                f"{name} must be on {target.device} as the target, is on {model.device}")
-    (V, readable), *others = map(_vocabulary, models.values())
-    _check(readable >= V, f"target must be able to read its {V} tokens, reads {readable}")
+    (V, _), *others = map(_vocabulary, models.values())
     if others and others[0][0] != V:
-        warnings.warn(f"vocabularies of {V} (target) and {others[0][0]} (drafter): what only "
-                      "one of them has is never drafted", stacklevel=3)
+        warnings.warn(f"vocabularies of {V} (target) and {others[0][0]} (drafter): what "
+                      "only one of them has is never drafted", stacklevel=3)
     limit = min(getattr(model.config, "max_position_embeddings", 0) or 2**31
                 for model in models.values())
     _check(isinstance(prompts, (list, tuple)) or getattr(prompts, "ndim", 0) == 2,
@@ -889,18 +875,19 @@ def _check_requests(target, drafter, K, prompts, max_new_tokens):
 
 def _check_model(name, model):
     kind = type(model).__name__
-    _check(isinstance(model, PreTrainedModel), f"{name} must be a transformers model, got {kind}")
-    config, head = model.config, getattr(model.get_output_embeddings(), "weight", None)
-    layers = {*(getattr(config, "layer_types", 0) or ())} - {"full_attention", "sliding_attention"}
+    _check(isinstance(model, PreTrainedModel), f"{name} must be a transformers model, not {kind}")
+    head, config = getattr(model.get_output_embeddings(), "weight", None), model.config
+    layers = {*(getattr(config, "layer_types", 0) or ())}
+    layers -= {"full_attention", "sliding_attention"}
     ropes = str(getattr(config, "rope_parameters", ""))  # flat, or one per kind of layer
-    for bad, why in (
-            (any(m.training for m in model.modules()), "is in training mode: call .eval()"),
-            (config.is_encoder_decoder, "is an encoder-decoder"),
-            (not isinstance(head, Tensor), "has no head with a weight, to give logits"),
-            (not hasattr(config, "num_hidden_layers"), "is several models: pass the language one"),
-            (model._is_stateful, "keeps a recurrent state, which cannot forget a draft"),
-            (not model._supports_attention_backend, "has no attention interface"),
-            ("'longrope'" in ropes or "'dynamic'" in ropes, "has rotary positions (longrope, "
-             "dynamic) that depend on the longest request of a pass"),
-            (layers, f"has layers of kind {sorted(layers)}")):
+    refused = {
+        "is in training mode: call .eval()": any(m.training for m in model.modules()),
+        "has no head with a weight, to give logits": not isinstance(head, Tensor),
+        "is several models: pass the language one": not hasattr(config, "num_hidden_layers"),
+        "keeps a recurrent state, which can't forget a draft": model._is_stateful,
+        "has no attention interface": not model._supports_attention_backend,
+        "has rotary positions that depend on the longest request of a pass":
+            "'longrope'" in ropes or "'dynamic'" in ropes,
+        f"has layers of kind {sorted(layers)}": layers}
+    for why, bad in refused.items():
         _check(not bad, f"{name}: {kind} {why}")

@@ -23,7 +23,7 @@ import pytest
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as hf
 
 import av
@@ -315,12 +315,14 @@ def test_worked_example_a_drafter_that_reads_another_request_biases_the_text(rea
 
 
 def chi_square(counts, probs):
-    """P(a right sampler deviates at least this much)."""
-    counts, expected = np.asarray(counts, float), np.asarray(probs) * np.sum(counts)
+    """P(a right sampler is at least this far off); cells of few draws are merged."""
+    counts, expected = np.ravel(counts).astype(float), np.ravel(probs) * np.sum(counts)
     assert counts[expected == 0].sum() == 0, "drew something of probability zero"
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    x = ((counts - expected)**2 / expected).sum()
-    half = torch.tensor([len(counts) - 1, x], dtype=torch.float64) / 2
+    few = expected < 5
+    counts, expected = (np.append(x[~few], x[few].sum()) for x in (counts, expected))
+    kept = expected > 0
+    x = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    half = torch.tensor([kept.sum() - 1, x], dtype=torch.float64) / 2
     return torch.special.gammaincc(*half).item()
 
 
@@ -350,14 +352,14 @@ def test_warp_is_transformers_law():
 
 @pytest.mark.parametrize("V", [1025, 4099])
 def test_a_large_vocabulary_is_cut_and_drawn_as_a_small_one(V):
-    """A nucleus beyond WINDOW, or a draw by blocks of 512, would follow another law.
+    """Sums of many float32 would cut or draw another law than the one that was asked for.
 
     Against transformers in float64; 8,000 draws over 8 cells, false alarm 1e-6 per V."""
     generator = torch.Generator().manual_seed(V)
     logits = torch.randn(12, V, generator=generator) * torch.linspace(0.1, 9, 12)[:, None]
     for law in (dict(top_p=0.95), dict(top_p=0.3, temperature=0.7), dict(top_k=700, top_p=0.9)):
         want, got = transformers_law(logits.double(), **law), av.warp(logits, **law)
-        assert (want > 0).sum(-1).max() > av.WINDOW > (want > 0).sum(-1).min()
+        assert (want > 0).sum(-1).max() > 64 > (want > 0).sum(-1).min()
         # An edge that rounding moves by a token moves at most that token's mass, twice.
         least = want.where(want > 0, 1).amin(-1).clamp(max=5e-4)
         assert ((got - want).abs().sum(-1) < 2 * least + 1e-5).all()
@@ -833,8 +835,8 @@ def test_a_step_that_raised_can_be_repeated(drafter, fails, idea):
 
 
 # ==== Part II: on transformers models.
-
 PLANS = ["fixed", "verification", "adaptive"]
+torch.set_num_threads(1)  # small models: threads would wait for each other
 
 
 def stairs():
@@ -844,28 +846,22 @@ def stairs():
 
 
 # ---------------------------------------------------------------------- small models
+TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, head_dim=8,
+            pad_token_id=None, bos_token_id=None, eos_token_id=None)
+
+
 def llama(seed=0, **changes):
     """A random Llama whose greedy text is not constant."""
-    config = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-                  initializer_range=0.3, bos_token_id=None, eos_token_id=None,
-                  pad_token_id=None)
+    config = LlamaConfig(**{**TINY, "initializer_range": 0.3, **changes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**{**config, **changes})).eval()
+        return LlamaForCausalLM(config).eval()
 
 
-def gpt2(n_positions):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return GPT2LMHeadModel(GPT2Config(
-            vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=n_positions,
-            bos_token_id=None, eos_token_id=None, initializer_range=0.3)).eval()
-
-
-def noisy(model, scale, seed=1):
+def noisy(model, scale):
     """A drafter that mostly agrees: a copy of the target with noise on every weight."""
-    drafter, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    drafter, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for w in drafter.parameters():
             w += torch.randn(w.shape, generator=generator) * w.std() * scale
@@ -874,89 +870,48 @@ def noisy(model, scale, seed=1):
 
 def bigram(probs):
     """A Llama whose law after token t is exactly probs[t], whatever came before."""
-    probs = torch.tensor(np.array(probs), dtype=torch.float64)
-    V = len(probs)
-    H = V + V % 2
-    model = llama(vocab_size=V, hidden_size=H, num_hidden_layers=1, num_attention_heads=1,
-                  num_key_value_heads=1, rms_norm_eps=1e-12)
+    probs, V = torch.tensor(np.array(probs), dtype=torch.float64), len(probs)
+    model = llama(vocab_size=V, hidden_size=V, num_hidden_layers=1, rms_norm_eps=1e-12,
+                  num_attention_heads=1, num_key_value_heads=1)
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(V, H))
-        model.lm_head.weight.zero_()
-        logits = probs.log().clamp(min=-1e4) / math.sqrt(H)
-        model.lm_head.weight[:, :V] = logits.T.float()
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(V))
+        model.lm_head.weight.copy_((probs.log().clamp(min=-1e4) / V ** 0.5).T)
     return model
 
 
 def cycle(V, wrong_at=()):
     """A bigram that always says (t + 1) mod V, but t + 2 after the tokens in wrong_at."""
-    rows = np.full((V, V), 1e-9)
-    for t in range(V):
-        rows[t, (t + 1 + (t in wrong_at)) % V] = 1.0
-    return bigram(rows / rows.sum(1, keepdims=True))
+    steps = [(t + 1 + (t in wrong_at)) % V for t in range(V)]
+    return bigram(np.eye(V)[steps] * (1 - V * 1e-9) + 1e-9)
 
 
-def local(**changes):
-    """A Llama whose next token follows mostly from the last one, so that heads can guess it."""
-    model = llama(**changes)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.3)
-            layer.mlp.down_proj.weight.mul_(0.3)
-    return model
-
-
-def greedy(model, prompt, n, **kw):
+def greedy(model, prompt, n):
     """The judge: plain `model.generate`, one prompt at a time."""
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n,
-                         do_sample=False, pad_token_id=0, **kw)
+                         do_sample=False, pad_token_id=0) if n else ids
     return out[0, len(prompt):].tolist()
 
 
-def prompts_of(lengths, V=64, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, V, n).tolist() for n in lengths]
+def prompts_of(*lengths):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 64, n).tolist() for n in lengths]
 
 
-def chi_square(counts, probs):
-    """P(a right sampler is at least this far off); cells are merged to 5 expected draws."""
-    counts, expected = np.ravel(counts).astype(float), np.ravel(probs) * np.sum(counts)
-    assert counts[expected == 0].sum() == 0, "drew something of probability zero"
-    small = expected < 5
-    counts = np.append(counts[~small], counts[small].sum())
-    expected = np.append(expected[~small], expected[small].sum())
-    keep = expected > 0
-    x = torch.tensor(((counts - expected)[keep] ** 2 / expected[keep]).sum())
-    return torch.special.gammaincc(torch.tensor((keep.sum() - 1) / 2.0), x / 2).item()
+def tally(texts, shape):
+    counts = np.zeros(shape)
+    np.add.at(counts, tuple(np.array(texts).T), 1)
+    return counts
 
 
-class Calls:
-    """Counts the tokens of each forward of a model, and the ids that reached it."""
-
-    def __init__(self, model):
-        self.ids = []
-        model.get_input_embeddings().register_forward_hook(
-            lambda module, args, out: self.ids.append(args[0].flatten().tolist()))
-
-    def sizes(self):
-        return [len(x) for x in self.ids]
-
-
-class Scripted:
-    """A drafter of one's own, without a model: logits (r, V) from tokens, slots, lengths."""
-
-    def __init__(self, answer):
-        self.answer, self.asked = answer, []
-
-    def next_logits(self, tokens, lengths, slots, position, depth):
-        self.asked.append((position, depth, len(slots)))
-        return self.answer(tokens, lengths, slots)
-
-    def commit(self, slots, lengths):
-        pass
+def reads_of(model):
+    """A list that grows by the ids of each forward of the model."""
+    ids = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: ids.append(args[0].flatten().tolist()))
+    return ids
 
 
 # ---------------------------------------------------------------------- greedy text
@@ -964,10 +919,10 @@ class Scripted:
 def test_greedy_text_is_that_of_generate(K):
     """Any error of rows, positions, masks, caches or rollback changes greedy text somewhere.
 
-    Ragged prompts and lengths, refilled slots, each plan and batch size, float32, against
-    `model.generate` one by one; so a request in a batch equals the request alone as well."""
-    target, prompts = llama(), prompts_of((5, 1, 17, 30, 2, 9))
-    drafter, new = noisy(target, 0.1), [40, 9, 25, 1, 40, 33]
+    Ragged prompts and lengths, refilled slots, each plan and batch size, against `generate`
+    one by one; so a request in a batch equals the request alone, too."""
+    target, prompts = llama(), prompts_of(5, 1, 17, 30, 2, 9)
+    drafter, new = noisy(target, 0.1), [24, 9, 17, 1, 26, 20]
     want = [greedy(target, p, n) for p, n in zip(prompts, new)]
     for plan, B in itertools.product(PLANS if K else ["fixed"], (1, 2, 5)):
         out = av.generate(target, drafter, prompts, max_new_tokens=new, temperature=0, seed=0,
@@ -978,10 +933,8 @@ def test_greedy_text_is_that_of_generate(K):
 def test_prompts_longer_than_a_piece_are_read_to_the_token():
     """A piece that is lost, doubled or shifted by one at its edge changes the text after it."""
     target = llama(max_position_embeddings=2048)
-    lengths = (512, 3, 513, 1024, 600, 1025, 1, 511)
-    prompts = prompts_of(lengths)
-    want = [greedy(target, p, 6) for p in prompts]
-    drafter = noisy(target, 0.05)
+    prompts = prompts_of(512, 3, 513, 1024, 600, 1025, 1, 511)
+    want, drafter = [greedy(target, p, 6) for p in prompts], noisy(target, 0.05)
     for plan, K, B in (("fixed", 0, 5), ("adaptive", 4, 2), ("verification", 4, 5)):
         out = av.generate(target, drafter, prompts, max_new_tokens=6, temperature=0, seed=0,
                           num_speculative_tokens=K, plan=plan, max_batch_size=B, cost=stairs())
@@ -989,13 +942,13 @@ def test_prompts_longer_than_a_piece_are_read_to_the_token():
 
 
 class Head(torch.nn.Module):
-    """A small recurrent head, of another width than the target, that is right fairly often."""
+    """A small recurrent head, wider by one than the target, that is right fairly often."""
 
     def __init__(self, target):
         super().__init__()
         H, self.target, self.started = target.config.hidden_size, target, []
         self.mix = torch.nn.Linear(H, H + 1, bias=False)
-        torch.nn.init.normal_(self.mix.weight, std=0.05)
+        torch.nn.init.normal_(self.mix.weight, std=0.01)
 
     def start(self, hidden):
         self.started.append(hidden.clone())
@@ -1008,6 +961,7 @@ class Head(torch.nn.Module):
 
 class Block(av.HeadDrafter):
     """A block drafter, as the docstring of `HeadDrafter` shows: all asked positions at once."""
+    computed = 0
 
     def next_logits(self, tokens, lengths, slots, position, depth):
         state, token = self.recall(position, tokens, lengths, slots)
@@ -1017,25 +971,30 @@ class Block(av.HeadDrafter):
                 laws.append(logits)
                 state, logits = self.head.step(state, logits.argmax(-1))
             state = torch.stack(laws, 1)  # (r, depth, V)
-            self.kept, self.computed = (slots, state), getattr(self, "computed", 0) + depth
-            self.depth = depth
-        assert depth == self.depth and position < depth, "asked for more than was announced"
+            self.kept, self.depth, self.computed = (slots, state), depth, self.computed + depth
+        assert position < depth == self.depth, "asked for more than was announced"
         return state[:, position]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", [av.HeadDrafter, Block])
-def test_a_head_reads_the_state_of_the_newest_token_and_the_text_stays(kind, plan):
+def test_a_head_starts_from_the_state_of_the_newest_token_and_the_text_stays(kind, plan):
     """A state of another row, request or step makes drafts worse, and no text would show it.
 
     Each state that a head starts from is compared with a forward without a cache. A block
     has to compute no more than the depth that the plan asks for."""
-    target, prompts, new = local(), prompts_of((5, 1, 17, 9, 2)), [20, 12, 25, 2, 20]
+    target, prompts, new = llama(), prompts_of(5, 1, 17, 9, 2), [20, 12, 25, 2, 20]
+    with torch.no_grad():  # the next token follows mostly from the last: heads can guess it
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.02), layer.mlp.down_proj.weight.mul_(0.02)
     drafter, steps = kind(Head(target)), []
-    out = av.generate(target, drafter, prompts, max_new_tokens=new, temperature=0, seed=0,
-                      num_speculative_tokens=4, plan=plan, max_batch_size=2, cost=stairs(),
+    out = av.generate(target, drafter, prompts, max_new_tokens=new, temperature=0, plan=plan,
+                      num_speculative_tokens=4, max_batch_size=2, cost=stairs(),
                       on_step=steps.append)
     assert out.tokens == [greedy(target, p, n) for p, n in zip(prompts, new)]
+    checked = [(s.accepted, s.num_verified) for s in steps if s.drafts.size]
+    hit, all_ = (sum((x > 0).sum() for x in each) for each in zip(*checked))
+    assert 0.15 < hit / all_ < 0.95, "it proves nothing"
     texts, started = [list(p) for p in prompts], iter(drafter.head.started)
     for step in steps:
         drew = [i for i, s in zip(step.requests, step.survival) if (s >= 0).any()]
@@ -1045,84 +1004,55 @@ def test_a_head_reads_the_state_of_the_newest_token_and_the_text_stays(kind, pla
         for i, row, n in zip(step.requests, step.tokens, step.num_committed):
             texts[i] += row[:n].tolist()
     assert next(started, None) is None
-    if kind is Block:
-        assert drafter.computed == sum(s.drafts.shape[1] for s in steps)
-    if plan == "adaptive":
-        assert {s.drafts.shape[1] for s in steps} & {1, 2, 3}, "depths never varied"
-
-
-def test_costs_of_a_head_are_measured_with_states_of_the_target(monkeypatch):
-    """A head that starts from its own last state while it is measured crashes, or is mistimed.
-
-    The widths differ, so that a state of the head is told from one of the target."""
-    target = local()
-    for kind in av.HeadDrafter, Block:
-        drafter = kind(Head(target))
-        out = av.generate(target, drafter, [[1, 2, 3], [4]], max_new_tokens=12, temperature=0,
-                          num_speculative_tokens=3)
-        assert out.tokens == [greedy(target, p, 12) for p in ([1, 2, 3], [4])]
-        assert {x.shape[1] for x in drafter.head.started} == {32}
+    assert kind is not Block or drafter.computed == sum(s.drafts.shape[1] for s in steps)
+    assert plan != "adaptive" or {s.drafts.shape[1] for s in steps} & {1, 2, 3}, "no choice"
+    drafter.head.started.clear()  # while costs are measured, it starts from the target, too
+    av.generate(target, drafter, prompts, max_new_tokens=12, plan=plan, temperature=0)
+    assert {x.shape[1] for x in drafter.head.started} == {32}
 
 
 # ---------------------------------------------------------------------- the law, drawn
 @pytest.mark.parametrize("plan", ["verification", "adaptive"])
 def test_generate_draws_the_target_law(plan):
-    """All at once: 60,000 requests of 3 tokens, refilled, refitted and trimmed, must not lean.
+    """All at once: 40,000 requests of 3 tokens, refilled, refitted and trimmed, must not lean.
 
     The joint law of the tokens (64 cells) against the exact one, with temperature, top-k and
     top-p, in batches of 1,500. False alarm 1e-6 for each plan."""
-    rng, law = np.random.default_rng(3), dict(temperature=1.3, top_k=3, top_p=0.9)
+    rng, law, trims = np.random.default_rng(3), dict(temperature=1.3, top_k=3, top_p=0.9), []
     P, Q = rng.dirichlet(np.full(4, 0.8), 4), rng.dirichlet(np.full(4, 0.8), 4)
-    target, N, steps = bigram(P), 60_000, []
     cost = av.CostTable({1: 0.01, 9: 0.5}, {1: 1, 1500: 9, 1800: 9.5, 1801: 10, 2700: 11,
                                             2701: 13, 4500: 17})
-    out = av.generate(target, bigram(0.7 * P + 0.3 * Q), [[0]] * N, max_new_tokens=3, seed=1,
+    target = bigram(P)
+    out = av.generate(target, bigram(0.7 * P + 0.3 * Q), [[0]] * 40_000, max_new_tokens=3,
                       cost=cost, plan=plan, num_speculative_tokens=2, max_batch_size=1500,
-                      estimator=av.AcceptanceEstimator(2, refit_every=7), **law,
-                      on_step=lambda s: steps.append(s.num_verified.sum() / s.drafts.size
-                                                     if s.drafts.size else 1))
-    p = av.warp(target(torch.arange(4)[:, None]).logits[:, 0].detach(), **law).numpy()
-    p = p.astype(float)
-    counts = np.zeros((4, 4, 4))
-    np.add.at(counts, tuple(np.array(out.tokens).T), 1)
-    assert len(out.tokens) == N and np.mean(np.array(steps) < 1) > 0.2, "nothing was trimmed"
-    assert chi_square(counts, p[0][:, None, None] * p[:, :, None] * p[None]) > FALSE_ALARM
+                      estimator=av.AcceptanceEstimator(2, refit_every=7), **law, seed=1,
+                      on_step=lambda s: trims.append(s.num_verified.sum() < s.drafts.size))
+    p = av.warp(target(torch.arange(4)[:, None]).logits[:, 0].detach(), **law).double().numpy()
+    assert np.mean(trims) > 0.2, "nothing was trimmed"
+    assert chi_square(tally(out.tokens, (4, 4, 4)),
+                      p[0][:, None, None] * p[:, :, None] * p) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("V", [4, 8])
-def test_a_smaller_or_larger_drafter_vocabulary_keeps_the_law(V):
-    """An id that only one model has is never drafted but still drawn, else the text leans (F28).
+@pytest.mark.parametrize("V", [4, 8, "varies"])
+def test_a_drafter_of_another_vocabulary_keeps_the_law(V):
+    """An id that only one model has, or that the row before had, leans the text (F28).
 
-    False alarm 1e-6. The warning comes once, and names the caller's line."""
-    P = np.random.default_rng(0).dirichlet(np.ones(6), 6)
-    drafter = bigram(np.random.default_rng(1).dirichlet(np.ones(V), V))
-    calls = Calls(drafter)
+    False alarm 1e-6 each. The warning comes once and names the caller's line, although costs
+    are measured, too."""
+    P, Q = (np.random.default_rng(i).dirichlet(np.ones(n), n)
+            for i, n in enumerate((6, 6 if V == "varies" else V)))
+    widths, own = itertools.cycle([6, 3]), types.SimpleNamespace(commit=lambda *args: None)
+    own.next_logits = lambda tokens, lengths, slots, position, depth: torch.tensor(
+        Q).log()[tokens[slots, lengths - 1], :next(widths)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = av.generate(bigram(P), drafter, [[5]] * 30_000, max_new_tokens=3, seed=V,
-                          num_speculative_tokens=2, max_batch_size=1500)  # measures, too
-    assert [(w.category, w.filename) for w in caught] == [(UserWarning, __file__)], [
-        str(w.message) for w in caught]
-    assert f"6 (target) and {V} (drafter)" in str(caught[0].message)
-    assert max(map(max, calls.ids)) < V
-    counts = np.zeros((6, 6, 6))
-    np.add.at(counts, tuple(np.array(out.tokens).T), 1)
-    assert chi_square(counts, P[5][:, None, None] * P[:, :, None] * P[None]) > FALSE_ALARM
-
-
-def test_a_drafter_whose_rows_change_their_width_keeps_the_law():
-    """What a wider row left in the kept q would be taken out of the residual of a narrower one.
-
-    False alarm 1e-6."""
-    P, Q = (np.random.default_rng(seed).dirichlet(np.ones(6), 6) for seed in (0, 1))
-    widths = itertools.cycle([6, 3])
-    drafter = Scripted(lambda tokens, lengths, slots: torch.tensor(Q).log()[
-        tokens[slots, lengths - 1], :next(widths)])
-    out = av.generate(bigram(P), drafter, [[5]] * 30_000, max_new_tokens=2, seed=0,
-                      plan="fixed", num_speculative_tokens=1, max_batch_size=1500)
-    counts = np.zeros((6, 6))
-    np.add.at(counts, tuple(np.array(out.tokens).T), 1)
-    assert chi_square(counts, P[5][:, None] * P) > FALSE_ALARM
+        out = av.generate(bigram(P), own if V == "varies" else bigram(Q), [[5]] * 20_000,
+                          max_new_tokens=3, seed=1, num_speculative_tokens=2,
+                          max_batch_size=1000)
+    assert [(w.category, w.filename, f"6 (target) and {V} (drafter)" in str(w.message))
+            for w in caught] == [(UserWarning, __file__, True)] * (V in (4, 8))
+    assert chi_square(tally(out.tokens, (6, 6, 6)),
+                      P[5][:, None, None] * P[:, :, None] * P) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("law", [dict(temperature=0), dict(top_p=0.9, top_k=20), dict(top_k=1),
@@ -1131,14 +1061,13 @@ def test_the_target_as_its_own_drafter_is_always_accepted(law):
     """A setting on one side, or a draft cache that lacks a token, shows as a rejection (F16).
 
     41 tokens at K = 4 then take exactly ceil(41 / 5) = 9 passes with the prompt's own (F19)."""
-    target = llama()
-    calls, drafter = Calls(target), copy.deepcopy(llama())
+    target, drafter = llama(), llama()
+    reads = reads_of(target)
     for K, steps in ((4, 9), (1, 21), (2, 14)):
-        calls.ids.clear()
-        out = av.generate(target, drafter, prompts_of((5, 1, 17)), max_new_tokens=41, seed=0,
+        reads.clear()
+        out = av.generate(target, drafter, prompts_of(5, 1, 17), max_new_tokens=41, seed=0,
                           num_speculative_tokens=K, plan="fixed", **law)
-        assert out.steps == steps == len(calls.ids)
-        assert out.accept_length == 41 / steps
+        assert out.steps == steps == len(reads) and out.accept_length == 41 / steps
 
 
 # ---------------------------------------------------------------------- logits and attention
@@ -1146,41 +1075,34 @@ def test_the_target_as_its_own_drafter_is_always_accepted(law):
 def test_logits_from_the_cache_are_those_without_it(heads):
     """Stale entries, wrong positions or a padded neighbour would move logits after a rollback."""
     target, rng = llama(num_key_value_heads=heads), np.random.default_rng(0)
-    lm, tokens = av.SlotLM(target, 4, 80), torch.randint(0, 64, (4, 80))
-    lm.keep_hidden, lengths = True, np.array([3, 30, 1, 9])
-    for _ in range(9):
-        slots = np.flatnonzero(rng.random(4) < 0.7)
-        if not len(slots):
-            continue
+    lm, draw = av.SlotLM(target, 4, 80), lambda: torch.tensor(rng.integers(0, 64, (4, 80)))
+    lm.keep_hidden, lengths, tokens = True, np.array([3, 30, 1, 9]), draw()
+    for _ in range(8):
+        slots = np.flatnonzero(rng.random(4) < [0.7, 0.7, 0.7, 1])
         n = rng.integers(0, 6, len(slots))
         lm.commit(slots, lengths[slots])
         got = lm.logits(tokens, lengths[slots], slots, n)
         with torch.no_grad():
-            full = [target(tokens[s:s + 1, :lengths[s] + d], output_hidden_states=True)
-                    for s, d in zip(slots, n)]
-        want = torch.cat([x.logits[0, lengths[s] - 1:] for s, x in zip(slots, full)])
-        state = torch.cat([x.hidden_states[-1][0, lengths[s] - 1:] for s, x in zip(slots, full)])
-        assert torch.allclose(got, want, atol=1e-4)
-        assert torch.allclose(lm.hidden, state, atol=1e-4)
+            full = [(lengths[s] - 1, target(tokens[s:s + 1, :lengths[s] + d],
+                                            output_hidden_states=True)) for s, d in zip(slots, n)]
+        for x, want in ((got, [x.logits[0, at:] for at, x in full]),
+                        (lm.hidden, [x.hidden_states[-1][0, at:] for at, x in full])):
+            assert torch.allclose(x, torch.cat(want), atol=1e-4)
         lengths[slots] += 1 + (rng.random(len(slots)) * (n + 1)).astype(int)
-        # The rejected ones become other tokens.
-        void = torch.arange(80) >= torch.tensor(lengths)[:, None] - 1
-        tokens = torch.where(void, torch.randint(0, 64, (4, 80)), tokens)
+        rejected = torch.arange(80) >= torch.tensor(lengths)[:, None] - 1
+        tokens = torch.where(rejected, draw(), tokens)
 
 
 def cover(start, counts):
-    """What the calls read of each row, and the pairs of queries and keys that they attend."""
-    batch = av.Ragged(np.arange(len(start)), start, counts, torch.device("cpu"))
-    read, made = [], []
+    """What the calls read for each token, and the pairs of queries and keys attended."""
+    batch, read = av.Ragged(np.arange(len(start)), start, counts, torch.device("cpu")), []
     for cache, queries, seen, keys in batch.calls:
         rows = torch.arange(len(start))[cache]
         assert queries.shape == (seen.numel(),) and len(rows) == len(seen)
         for row, index, at in zip(rows, queries.view(seen.shape), seen):
-            made += [(int(row), int(q), int(p), keys) for q, p in zip(index, at)]
-    for t, place in enumerate(batch.place):
-        read.append((t, *made[place]))
+            read += [(int(row), int(p), int(q), keys) for q, p in zip(index, at)]
     area = sum(seen.numel() * keys for _, _, seen, keys in batch.calls)
-    return batch, read, area
+    return [read[place] for place in batch.place], batch, area
 
 
 def test_attention_calls_read_each_query_once_with_all_its_keys():
@@ -1190,39 +1112,33 @@ def test_attention_calls_read_each_query_once_with_all_its_keys():
     for _ in range(150):
         R = rng.integers(1, 12)
         start = np.where(rng.random(R) < 0.2, rng.integers(0, 2000, R), rng.integers(0, 40, R))
-        known = np.where(rng.random(R) < 0.2, rng.integers(1, 60, R), 1 + rng.integers(0, 2, R))
+        known = np.where(rng.random(R) < 0.2, rng.integers(1, 60, R), rng.integers(1, 3, R))
         counts = known + rng.integers(0, 6, R) * (rng.random(R) < 0.6)
-        batch, read, _ = cover(start, counts)
-        want = [(r, s + i) for r, (s, n) in enumerate(zip(start, counts)) for i in range(n)]
-        for (row, position), (t, got, query, at, keys) in zip(want, read, strict=True):
-            assert (got, at, query) == (row, position, t) and keys > position
-            assert batch.slots[t] == row and batch.positions[t] == position
-        assert batch.even == (len(batch.calls) == 1 and len(read) == batch.calls[0][2].numel())
+        read, batch, _ = cover(start, counts)
+        want = [(row, start[row] + i) for row in range(R) for i in range(counts[row])]
+        assert [x[:3] for x in read] == [(*x, t) for t, x in enumerate(want)]
+        assert all(position < keys for _, position, _, keys in read)
+        assert list(zip(batch.slots.tolist(), batch.positions.tolist())) == want
 
 
 def test_one_long_request_does_not_slow_down_the_others():
     """If all rows are attended up to the longest, one request of 4,000 costs what 32 do.
 
-    Counted in pairs of a query and a key; a call more is worth av.CALL keys."""
-    one = np.ones(32, int)
-    mixed = np.full(32, 16)
-    mixed[7] = 4000
-    for n in (one, 4 * one):
-        both, short, long = (cover(s - 1, n[:len(s)])[2] for s in (
-            mixed, np.full(31, 16), np.array([4000])))
-        assert both <= 1.3 * (short + long)
-    # One deep row in a trimmed batch, or a prompt, leaves the others as narrow as they are.
-    start, counts = np.full(64, 50), np.ones(64, int)
-    even = cover(start, counts)[2]
-    counts[63] = 9
-    assert cover(start, counts)[2] <= 1.35 * even
-    counts[63], counts[5], start[5] = 1, 200, 0
-    assert cover(start, counts)[2] <= 1.35 * even + 200 * 200
+    Counted in pairs of a query and a key. Likewise for a deep row, and for a prompt."""
+    def area(start, known, drafts):
+        start, counts = np.broadcast_arrays(start, np.add(known, drafts))
+        return cover(start, counts)[2]
+
+    for drafts in (0, 3):
+        both = area([15] * 7 + [3999] + [15] * 24, 1, drafts)
+        assert both <= 1.3 * (area([15] * 31, 1, drafts) + area([3999], 1, drafts))
+    even = area([50] * 64, 1, 0)
+    assert area([50] * 64, 1, [0] * 63 + [8]) <= 1.35 * even
+    assert area([50] * 63 + [0], [1] * 63 + [200], 0) <= 1.35 * even + 200 * 200
 
 
-@pytest.mark.parametrize("drafter", [False, True])
-def test_masks_of_a_long_prompt_are_bounded_by_pieces(drafter, monkeypatch):
-    """A mask of all of a prompt of 8,192 against itself takes 512 MB, and a piece's 16 to 32."""
+def test_masks_of_a_long_prompt_are_bounded_by_pieces(monkeypatch):
+    """A mask of a prompt of 8,192 against itself takes 512 MB, and one of a piece 16."""
     model = llama(num_hidden_layers=1, max_position_embeddings=8300, num_key_value_heads=4)
     sizes, make = [], av.Ragged.mask
 
@@ -1232,30 +1148,21 @@ def test_masks_of_a_long_prompt_are_bounded_by_pieces(drafter, monkeypatch):
         return mask
 
     monkeypatch.setattr(av.Ragged, "mask", record)
-    lm, calls = av.SlotLM(model, 2, 8200), Calls(model)
-    tokens = torch.arange(2 * 8200).view(2, -1) % 64
-    verbs = (lm.next_logits,) if drafter else (
-        lambda *a: lm.logits(*a, np.array([2, 0])),)
-    for verb in verbs:
-        verb(tokens, np.array([8192, 5]), np.array([0, 1]))
-    assert max(sizes) <= 4 * av.PIECE * 8200 * 1.1 and sum(calls.sizes()) in (8197, 8199)
-    assert max(calls.sizes()) <= av.PIECE + 7 and len(calls.ids) == 16
+    lm, reads, tokens = av.SlotLM(model, 2, 8200), reads_of(model), torch.zeros(2, 8200).long()
+    lm.logits(tokens, np.array([8192, 5]), np.array([0, 1]), np.array([2, 0]))
+    assert max(sizes) <= 4 * av.PIECE * 8200 * 1.1
+    assert [*map(len, reads)] == [av.PIECE] * 15 + [av.PIECE + 7]
 
 
 def test_the_cache_grows_with_the_texts():
-    """A cache for max_new_tokens that no text reaches would take gigabytes."""
-    target = llama(max_position_embeddings=100_000)
-    lm = av.SlotLM(target, 2, 100_000)
-    decoder = av.Decoder(lm, None, num_speculative_tokens=0, max_batch_size=2, max_length=100_000)
+    """A cache for max_new_tokens, or laws of more drafts than fit, would take gigabytes."""
+    lm = av.SlotLM(llama(max_position_embeddings=100_000), 2, 100_000)
+    decoder = av.Decoder(lm, None, num_speculative_tokens=0, max_batch_size=2,
+                         max_length=100_000)
     decoder.add(0, [1] * 10, 99_000)
     for _ in range(200):
         decoder.step()
     assert {x.shape[1] for kv in lm.kv.values() for x in kv} <= set(range(209, 2 * 210 + 1))
-
-
-def test_the_room_for_laws_is_what_can_be_drafted():
-    """Laws of 1,000 drafts where three fit would take gigabytes."""
-    lm = av.SlotLM(llama(), 2, 5)
     decoder = av.Decoder(lm, lm, max_length=5, num_speculative_tokens=1000, plan="fixed",
                          max_batch_size=2)
     assert decoder.q.shape == decoder.draft_logits.shape == (3, 2, 64)
@@ -1264,58 +1171,38 @@ def test_the_room_for_laws_is_what_can_be_drafted():
 # ---------------------------------------------------------------------- counts
 @pytest.mark.parametrize("plan", PLANS)
 def test_query_tokens_of_the_target_are_requests_plus_budget(plan):
-    """A trimmed draft that reached the target would cost what it was trimmed to save (F43).
-
-    All ids that any embedding reads are of the vocabulary (F23)."""
-    target, drafter, steps = llama(), noisy(llama(), 0.3), []
-    reads, draft_reads = Calls(target), Calls(drafter)
-    av.generate(target, drafter, prompts_of((3,) * 6), max_new_tokens=[9, 20, 3, 20, 7, 18],
+    """A trimmed draft that reached the target would cost what it was trimmed to save (F43),
+    and an id that is not of the vocabulary, to fill a pad, would be an error (F23)."""
+    target, drafter, steps, seen, want = llama(), noisy(llama(), 0.3), [], set(), []
+    reads, others, trimmed = reads_of(target), reads_of(drafter), 0
+    av.generate(target, drafter, prompts_of(*[3] * 6), max_new_tokens=[9, 20, 3, 20, 7, 18],
                 max_batch_size=5, cost=stairs(), seed=0, num_speculative_tokens=8,
                 plan=plan, on_step=steps.append)
-    seen, want, drafted = set(), [], 0
     for s in steps:
-        new = set(s.requests.tolist()) - seen
+        trimmed += (s.survival >= 0).sum() - s.num_verified.sum()
+        new = {*s.requests} - seen
         want.append(len(s.requests) + s.num_verified.sum() + 2 * len(new))
-        drafted += (s.survival >= 0).sum() - s.num_verified.sum()
         seen |= new
-    assert reads.sizes() == want
-    assert (drafted > 0) == (plan != "fixed")
-    ids = set(itertools.chain(*reads.ids, *draft_reads.ids))
-    assert min(ids) >= 0 and max(ids) < 64
-
-
-def test_counts_by_hand_on_a_scripted_drafter():
-    """Row K instead of row `accepted` gives the next token, or counts are shifted by one.
-
-    The target counts up; the drafter errs after 2, 5 and 8. From 0 with K = 4, each step
-    accepts two drafts and commits three tokens."""
-    steps = []
-    out = av.generate(cycle(10), cycle(10, wrong_at=(2, 5, 8)), [[0]], max_new_tokens=9,
-                      num_speculative_tokens=4, plan="fixed", temperature=0,
-                      on_step=steps.append)
-    assert out.tokens == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
-    assert (out.steps, out.accept_length) == (3, 3.0)
-    assert [s.accepted.tolist() for s in steps] == [[2]] * 3
-    assert [s.num_verified.tolist() for s in steps] == [[4], [4], [2]]
+    assert [*map(len, reads)] == want
+    assert (trimmed > 0) == (plan != "fixed")
+    assert {*itertools.chain(*reads, *others)} <= {*range(64)}
 
 
 def test_requests_that_accept_different_counts_do_not_touch_each_other():
     """One offset for all rows shifts the cache of whoever accepted less (F20, F22).
 
     Slot 0 has a right drafter, slot 1 a wrong one, slot 2 one right after even tokens."""
-    target, prompts, steps = llama(), prompts_of((4, 7, 2, 5, 3, 9)), []
-    twin = av.SlotLM(copy.deepcopy(target), 3, 60)
+    target, prompts, steps = llama(), prompts_of(4, 7, 2, 5, 3, 9), []
+    twin = av.SlotLM(llama(), 3, 60)
 
-    class Mixed:
-        commit = twin.commit
+    def next_logits(tokens, lengths, slots, position, depth):
+        logits = twin.next_logits(tokens, lengths, slots)
+        odd = tokens[slots, lengths - 1].numpy() % 2
+        wrong = torch.from_numpy((slots == 1) | (slots == 2) & (odd == 1))
+        return torch.where(wrong[:, None], logits.roll(1, 1), logits)
 
-        def next_logits(self, tokens, lengths, slots, position, depth):
-            logits = twin.next_logits(tokens, lengths, slots)
-            odd = tokens[slots, lengths - 1].numpy() % 2
-            wrong = torch.from_numpy((slots == 1) | (slots == 2) & (odd == 1))
-            return torch.where(wrong[:, None], logits.roll(1, 1), logits)
-
-    out = av.generate(target, Mixed(), prompts, max_new_tokens=24, max_batch_size=3, plan="fixed",
+    drafter = types.SimpleNamespace(commit=twin.commit, next_logits=next_logits)
+    out = av.generate(target, drafter, prompts, max_new_tokens=24, max_batch_size=3, plan="fixed",
                       num_speculative_tokens=5, temperature=0, on_step=steps.append)
     assert out.tokens == [greedy(target, p, 24) for p in prompts]
     first = [(s.accepted, s.num_verified) for s in steps if s.requests.tolist() == [0, 1, 2]]
@@ -1325,36 +1212,36 @@ def test_requests_that_accept_different_counts_do_not_touch_each_other():
 
 def test_a_new_request_inherits_nothing_of_its_slot():
     """A forecast of the request before it would decide about a new one (F22)."""
-    lm = [av.SlotLM(cycle(8), 1, 20), av.SlotLM(cycle(8, wrong_at=(1,)), 1, 20)]
-    decoder = av.Decoder(*lm, max_batch_size=1, max_length=20, num_speculative_tokens=3,
+    lms = [av.SlotLM(m, 2, 40) for m in (llama(), noisy(llama(), 0.1))]
+    decoder = av.Decoder(*lms, max_batch_size=2, max_length=40, num_speculative_tokens=3,
                          plan="verification", cost=stairs(), temperature=0)
-    decoder.add(0, [1] * 9, 9)
+    for i in range(2):
+        decoder.add(i, [1 + i] * 9, 15 + i)
     while decoder.step():
         pass
-    decoder.expected[0] = 0.123
-    assert lm[0].cached[0] > 9
-    decoder.add(1, [5, 6], 9)
-    assert (decoder.expected[0] == decoder.usual).all() and decoder.fresh[0]
-    text = []
-    while (done := decoder.step()):
-        assert done.requests.tolist() == [1]
-        text += done.tokens[0, :done.num_committed[0]].tolist()
-    assert text == [(7 + i) % 8 for i in range(9)]
+    assert not np.allclose(decoder.expected, decoder.usual) and min(lms[0].cached) > 9
+    decoder.add(7, [5, 6], 9)
+    assert (decoder.expected[0] == decoder.usual).all()
+    texts = []
+    while done := decoder.step():
+        texts += done.tokens[0, :done.num_committed[0]].tolist()
+    assert texts == greedy(lms[0].model, [5, 6], 9)
 
 
 # ---------------------------------------------------------------------- ends
 @pytest.mark.parametrize("K", [0, 3, 8])
 def test_end_tokens_cut_a_block_where_they_stand(K):
-    """Text goes on behind an end token that was accepted in the middle of a block (F24).
+    """Text goes on behind an end token accepted in the middle of a block (F24, F25).
 
     The end is kept, at each place of a block, as an int, list, tensor or array."""
     target, drafter = cycle(12), cycle(12)
-    for end in (1, 3, 5, 8, 9):
+    for end, plan in itertools.product((1, 3, 8, 9), PLANS):
         for eos in (end, [end, 11], torch.tensor([end]), torch.tensor(end),
-                    np.array([end]), np.int64(end), (end,)):
+                    np.array([end]), np.int64(end), (end,), None, []):
             out = av.generate(target, drafter, [[0], [4]], max_new_tokens=9, temperature=0,
-                              num_speculative_tokens=K, plan="fixed", eos_token_id=eos)
-            stops = {end, 11} if isinstance(eos, list) else {end}
+                              num_speculative_tokens=K, plan=plan, eos_token_id=eos,
+                              cost=stairs())
+            stops = () if eos is None else eos if isinstance(eos, list) else [end]
             for start, got in zip((0, 4), out.tokens):
                 want = [(start + i) % 12 for i in range(1, 10)]
                 cut = [i + 1 for i, t in enumerate(want) if t in stops]
@@ -1363,10 +1250,11 @@ def test_end_tokens_cut_a_block_where_they_stand(K):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_stream_of_steps_is_the_result_to_the_token(plan):
-    """A stream that holds tokens behind an end token shows what the result does not."""
+    """A stream that holds tokens behind an end token shows what the result does not, and steps
+    that count only the requests that run are joined to the wrong prompts."""
     target, texts = llama(), [[] for _ in range(6)]
-    prompts, new = prompts_of((4, 7, 2, 5, 3, 9)), [30, 5, 30, 0, 22, 30]
-    plain = [greedy(target, p, n) if n else [] for p, n in zip(prompts, new)]
+    prompts, new = prompts_of(4, 7, 2, 5, 3, 9), [30, 0, 30, 5, 22, 30]
+    plain = [greedy(target, p, n) for p, n in zip(prompts, new)]
     eos = [plain[0][11], plain[2][6]]
 
     def on_step(step):
@@ -1377,7 +1265,7 @@ def test_a_stream_of_steps_is_the_result_to_the_token(plan):
                       max_batch_size=2, eos_token_id=eos, cost=stairs(), plan=plan,
                       on_step=on_step)
     cut = [t[:next((i + 1 for i, x in enumerate(t) if x in eos), len(t))] for t in plain]
-    assert texts == out.tokens == cut and sum(len(t) for t in cut) < sum(new)
+    assert texts == out.tokens == cut and sum(map(len, cut)) < sum(new)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, set])
@@ -1386,56 +1274,42 @@ def test_on_step_ends_the_requests_that_it_returns(kind):
     seen = []
 
     def on_step(step):
-        seen.extend(step.requests.tolist())
+        seen.extend(step.requests)
         return kind([1, 2]) if len(seen) > 4 else None
 
     out = av.generate(cycle(8), cycle(8), [[0], [1], [2], [3]], max_new_tokens=40, plan="fixed",
-                      num_speculative_tokens=1, temperature=0, max_batch_size=2,
-                      on_step=on_step)
-    want = [[(s + i) % 8 for i in range(1, 41)] for s in range(4)]
-    assert [len(t) for t in out.tokens] == [40, 6, 2, 40]
-    assert all(t == w[:len(t)] for t, w in zip(out.tokens, want))
+                      num_speculative_tokens=1, temperature=0, max_batch_size=2, on_step=on_step)
+    assert out.tokens == [[(s + 1 + i) % 8 for i in range(n)]
+                          for s, n in enumerate((40, 6, 2, 40))]
 
 
 @pytest.mark.parametrize("new", [0, 1, 2, 4, 5, 6])
 def test_nothing_is_drafted_that_cannot_be_used(new):
-    """Drafts past max_new_tokens are wasted passes, as the last token is a bonus token (F26)."""
-    target, drafter = cycle(16), cycle(16)
-    calls, drafted = Calls(target), Calls(drafter)
+    """Drafts past max_new_tokens are wasted passes: the last token is a bonus token (F26)."""
+    target, drafter, left = cycle(16), cycle(16), range(new, 0, -5)
+    reads, drafted = reads_of(target), reads_of(drafter)
     for plan in PLANS:
-        calls.ids.clear(), drafted.ids.clear()
+        reads.clear(), drafted.clear()
         out = av.generate(target, drafter, [[0], [1]], max_new_tokens=new, plan=plan,
                           num_speculative_tokens=4, temperature=0,
                           cost=av.CostTable({1: 1e-3}, {1: 1, 99: 1.001}))
         assert [len(t) for t in out.tokens] == [new, new]
-        left = range(new, 0, -5)
-        assert len(drafted.ids) == sum(min(4, n - 1) for n in left)
-        assert len(calls.ids) == len(left) and out.steps == len(left)
+        assert len(drafted) == sum(min(4, n - 1) for n in left)
+        assert len(reads) == len(left) == out.steps
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_generation_up_to_the_last_position(plan):
-    """One look-ahead past a learned table of positions is an index error (F27).
-
-    The costs are measured here, too: within the context that there is."""
-    model = gpt2(32)
+    """One look-ahead past a learned table of positions is an index error (F27), be it in the
+    text or while costs are measured."""
+    model = family("GPT2", max_position_embeddings=32)
     for n, new in ((20, 12), (1, 31), (31, 1), (32, 0), (29, 3)):
-        prompt = prompts_of((n,), 99)
-        out = av.generate(model, noisy(model, 0.1), prompt, max_new_tokens=new, plan=plan,
+        prompt, drafter = prompts_of(n), noisy(model, 0.1)
+        out = av.generate(model, drafter, prompt, max_new_tokens=new, plan=plan,
                           num_speculative_tokens=5, temperature=0)
-        assert out.tokens == [greedy(model, prompt[0], new) if new else []], (n, new)
-        with pytest.raises(ValueError, match=rf"prompts\[0\].* 32 .*{n} and {new + 1}"):
-            av.generate(model, model, prompt, max_new_tokens=new + 1, plan=plan)
-
-
-def test_no_end_token_means_to_go_on_to_the_last():
-    """A model that has no end token in its config would crash or stop (F25)."""
-    target = llama()
-    target.generation_config.eos_token_id = 3
-    for eos in (None, [], ()):
-        out = av.generate(target, llama(1), [[1]], max_new_tokens=20, eos_token_id=eos, seed=0,
-                          cost=stairs())
-        assert len(out.tokens[0]) == 20
+        assert out.tokens == [greedy(model, prompt[0], new)], (n, new)
+        refused(lambda: av.generate(model, drafter, prompt, max_new_tokens=new + 1),
+                rf"prompts\[0\].* 32 .*{n} and {new + 1}$")
 
 
 # ---------------------------------------------------------------------- what is the caller's
@@ -1443,70 +1317,28 @@ def test_same_seed_same_tokens_and_nothing_of_the_caller_changes():
     """A reseeded loop must repeat, and what is the caller's must stay as it was.
 
     Two right runs of 64 tokens with different seeds are equal with less than 1e-12."""
-    target, prompts = llama(), prompts_of((4, 7))
-    drafter, before, new = noisy(target, 0.1), copy.deepcopy(prompts), [32, 32]
-    eos = [3]
-    state, numpy_state = torch.random.get_rng_state(), np.random.get_state()[1].copy()
-    snapshot = lambda m: (m.config.to_dict(), m.config._attn_implementation,
-                          m.generation_config.to_dict(), m.training,
-                          {k: dict(s._forward_hooks) | dict(s._forward_pre_hooks)
-                           for k, s in m.named_modules()},
-                          {k: (x.clone(), x.requires_grad) for k, x in m.named_parameters()})
-    old = [snapshot(m) for m in (target, drafter)]
+    target, prompts, new, eos, table = llama(), prompts_of(4, 7), [32, 32], [3], stairs()
+    drafter, table.learn = noisy(target, 0.1), lambda *args: None
+    state = lambda: [(m.config.to_dict(), m.config._attn_implementation, m.training,
+                      m.generation_config.to_dict(), [p.tolist() for p in m.parameters()],
+                      [p.requires_grad for p in m.parameters()],
+                      [{**s._forward_hooks, **s._forward_pre_hooks} for s in m.modules()])
+                     for m in (target, drafter)] + [
+        torch.random.get_rng_state().tolist(), np.random.get_state()[1].tolist(),
+        copy.deepcopy((prompts, new, eos))]
     run = lambda seed, **kw: av.generate(target, drafter, prompts, max_new_tokens=new, seed=seed,
-                                         **{**dict(plan="fixed", eos_token_id=eos), **kw}).tokens
-    for kw in ({}, dict(num_speculative_tokens=0), dict(max_batch_size=1)):
-        assert run(1, **kw) == run(1, **kw) != run(2, **kw)
-    table = stairs()
-    table.learn = lambda *args: None
-    for plan in PLANS[1:]:
-        assert run(1, plan=plan, cost=table) == run(1, plan=plan, cost=table)
-    assert run(None) != run(None)
-    assert prompts == before and new == [32, 32] and eos == [3]
-    for model, (*same, weights) in zip((target, drafter), old):
-        *now, after = snapshot(model)
-        assert now == same
-        assert all(torch.equal(after[k][0], w) and after[k][1] == g
-                   for k, (w, g) in weights.items())
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert (np.random.get_state()[1] == numpy_state).all()
+                                         eos_token_id=eos, cost=table, **kw).tokens
+    before = state()
+    for kw in (dict(num_speculative_tokens=0), dict(max_batch_size=1),
+               *(dict(plan=plan) for plan in PLANS)):
+        assert run(1, **kw) == run(1, **kw) != run(2, **kw), kw
+    assert run(None) != run(None) and state() == before
     target(torch.tensor(prompts[:1])).logits.sum().backward()  # no inference tensor stayed
 
 
-def test_a_failed_pass_leaves_the_model_as_it_was():
-    """A config that keeps the ragged attention makes the caller's next forward fail."""
-    target = llama()
-    head = target.lm_head.forward
-    target.lm_head.forward = lambda hidden: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        av.generate(target, llama(1), [[1, 2]], max_new_tokens=4, plan="fixed")
-    target.lm_head.forward = head
-    assert target.config._attn_implementation == "sdpa"
-    assert not target.lm_head._forward_pre_hooks and len(greedy(target, [1, 2], 3)) == 3
-
-
-def test_a_default_dtype_is_nobodys_business():
-    """q in the caller's default dtype would not be the law that drafts are drawn from."""
-    pair = llama(), llama(1)
-    torch.set_default_dtype(torch.float64)
-    try:
-        out = av.generate(*pair, [[1, 2]], max_new_tokens=6, cost=stairs())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert len(out.tokens[0]) == 6
-
-
-def test_requests_keep_their_numbers_when_some_want_nothing():
-    """Steps that count only the requests that ran are joined to the wrong prompts."""
-    seen = set()
-    out = av.generate(cycle(8), cycle(8), [[0], [1], [2]], max_new_tokens=[0, 3, 2],
-                      temperature=0, plan="fixed",
-                      on_step=lambda step: seen.update(step.requests.tolist()))
-    assert out.tokens == [[], [2, 3, 4], [3, 4]] and seen == {1, 2}
-
-
 def test_odd_but_right_input():
-    """Tensors, arrays or tuples of ids are prompts, and K may be more than what is asked."""
+    """Tensors, arrays or tuples of ids are prompts, K may be more than what is asked, and the
+    caller's default dtype, in which q would not be what drafts are drawn from, is his own."""
     target = cycle(8)
     assert av.generate(target, None, [], num_speculative_tokens=0).tokens == []
     assert av.generate(target, cycle(8), []).tokens == []
@@ -1516,9 +1348,363 @@ def test_odd_but_right_input():
             out = av.generate(target, cycle(8), prompts, max_new_tokens=new, temperature=0,
                               num_speculative_tokens=12, cost=cost)
             assert out.tokens == [[2, 3, 4], [3, 4, 5]]
+    drafter = cycle(8, wrong_at=(3,))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert len(av.generate(target, drafter, [[1, 2]], max_new_tokens=6).tokens[0]) == 6
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-# PART-B
+# ---------------------------------------------------------------------- devices and dtypes
+@pytest.mark.parametrize("see", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_no_device_is_mixed_and_a_step_waits_twice(plan, see, monkeypatch):
+    """On a GPU an `.item()`, a boolean mask or an index on the CPU would wait in a step, or
+    fail. On shapes alone (fake tensors on "meta") each of them raises here; what a step reads
+    back, features and drafts and then the outcome, is answered by hand."""
+    reads = []
+
+    def read(tensor):
+        reads.append(tuple(tensor.shape))
+        outcome = np.array([[0], [1], [1]]).repeat(tensor.shape[1], 1)  # none accepted
+        return types.SimpleNamespace(numpy=lambda: (
+            outcome if len(reads) % 3 == 0 else np.zeros(tensor.shape, int)))
+
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
+    fake = types.SimpleNamespace(seed=lambda: 0, manual_seed=lambda seed: fake)
+    monkeypatch.setattr(torch, "Generator", lambda device: fake)
+    draw, draw_in = torch.rand, torch.Tensor.uniform_  # a fake device has no generator
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator, **kw: draw(*shape, **kw))
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda x, *a, generator=None: draw_in(x, *a))
+    with FakeTensorMode():
+        with torch.device("meta"):
+            target, drafter = (LlamaForCausalLM(LlamaConfig(**TINY)).eval() for _ in range(2))
+            drafter = av.HeadDrafter(Head(target)) if see else av.SlotLM(drafter, 3, 20)
+        decoder = av.Decoder(
+            av.SlotLM(target, 3, 20), drafter, num_speculative_tokens=4, plan=plan, top_k=5,
+            top_p=0.9, cost=stairs(), max_batch_size=3, max_length=20, seed=0,
+            estimator=av.AcceptanceEstimator(4, refit_every=2), eos_token_ids=[7])
+        for i, n in enumerate((3, 1, 7)):
+            decoder.add(i, [1] * n, 9 - i)
+        for i in range(5):
+            done = decoder.step()
+            assert reads[3 * i:] == [done.drafts.shape] * 2 + [(3, 3)]
+            assert done.drafts.shape[1] or see or plan == "adaptive"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_differs_only_at_near_ties(dtype):
+    """In 16 bits, a text that leaves that of `generate` where no near tie is has a fault (F15).
+
+    A near tie: the two best logits are within 3 % of the spread of their row."""
+    target, prompts = llama().to(dtype), prompts_of(5, 12, 1)
+    for drafter in (noisy(llama(), 0.05), noisy(llama(), 0.05).to(dtype)):  # (F49)
+        out = av.generate(target, drafter, prompts, max_new_tokens=40, temperature=0,
+                          num_speculative_tokens=4, cost=stairs())
+        for prompt, got in zip(prompts, out.tokens):
+            want = greedy(target, prompt, 40)
+            same = next((i for i in range(40) if got[i] != want[i]), 40)
+            if same < 40:
+                row = target(torch.tensor([prompt + want[:same]])).logits[0, -1].float()
+                best = row.topk(2).values
+                assert best[0] - best[1] < 0.03 * (row.max() - row.min())
+
+
+# ---------------------------------------------------------------------- families
+MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
+WORKS = {
+    "Llama": {}, "Qwen2": dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "Qwen3": {}, "Mistral": dict(sliding_window=8), "Mixtral": dict(num_local_experts=4),
+    "Qwen3Moe": dict(num_experts=4, **MOE), "Gemma": {}, "Phi": {}, "GPT2": {}, "GPTNeoX": {},
+    "Phi3": dict(sliding_window=8), "OPT": dict(ffn_dim=64, word_embed_proj_dim=32),
+    "Gemma3Text": dict(sliding_window=8, query_pre_attn_scalar=8), "Olmo2": {}, "Cohere": {},
+    "Granite": {}, "SmolLM3": {}, "Glm4": {},
+    "DeepseekV3": dict(num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
+                       v_head_dim=8, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+                       qk_nope_head_dim=8, first_k_dense_replace=1, n_shared_experts=1, **MOE)}
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, factor=8.0,
+                long_factor=[8.0] * 4, original_max_position_embeddings=32)
+STATE, NONE = ("recurrent state", {}), ("attention interface", {})
+REFUSED = {
+    "Mamba": STATE, "Rwkv": STATE, "Jamba": STATE, "Bloom": NONE, "Mpt": NONE, "Falcon": NONE,
+    "StableLm": NONE, "Bart": ("encoder-decoder|attention interface", {}),
+    "Bert": ("not causal", {}), "GPTJ": ("ragged batch", {}), "Nemotron": ("of its own", {}),
+    "Phi3": ("longest request", dict(rope_parameters=LONGROPE)),
+    "Gemma2": ("softcap", dict(sliding_window=8, query_pre_attn_scalar=8)),
+    "GptOss": ("s_aux", dict(sliding_window=8, num_local_experts=4, **MOE))}
+
+
+def family(name, **changes):
+    tiny = {k: v for k, v in TINY.items() if name != "Falcon" or k != "head_dim"}
+    config = getattr(transformers, name + "Config")(**{**tiny, **changes})
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for w in model.parameters():
+            w.mul_(4 if w.ndim > 1 else 1)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_families_work_to_the_token(name):
+    """A window that is not honoured, or another scale, changes greedy text past 8 positions."""
+    target, prompts = family(name, **WORKS[name]), prompts_of(11, 3, 6)
+    out = av.generate(target, noisy(target, 0.05), prompts, max_new_tokens=20, temperature=0,
+                      num_speculative_tokens=3, max_batch_size=2, cost=stairs())
+    assert out.tokens == [greedy(target, p, 20) for p in prompts]
+    ids = torch.tensor(prompts[:1])
+    got = av.SlotLM(target, 1, 11).next_logits(ids, np.array([11]), np.array([0]))[0]
+    assert torch.allclose(got, target(ids).logits[0, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_are_refused_by_name(name):
+    """What can't run as a ragged batch must say so before the first token, not run wrong."""
+    why, changes = REFUSED[name]
+    model = family(name, **changes)
+    for pair in ((model, llama()), (llama(), model)):
+        with pytest.raises((ValueError, NotImplementedError), match=f"{name}.*({why})"):
+            av.generate(*pair, [[1, 2]], max_new_tokens=9, plan="fixed")
+
+
+def test_layers_that_hide_what_they_attend_to_are_refused():
+    """A mask, window, count or mixing of a layer's own would be ignored: a wrong text."""
+    tiny = {k: v for k, v in TINY.items() if not k.endswith("_id") and k != "head_dim"}
+    models = {name: getattr(transformers, name + "ForCausalLM")(getattr(
+        transformers, name + "Config")(**tiny, **more)).eval() for name, more in (
+            ("Phimoe", dict(num_local_experts=4, sliding_window=8)), ("Doge", {}))}
+    models["layers that count"] = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(
+        **tiny, intermediate_size_mlp=64, head_dim=8, num_local_experts=2, pad_token_id=0,
+        layer_types=["full_attention"] * 2, no_rope_layers=[0, 1])).eval()
+    models["layers with another kind"] = mixing = llama(num_hidden_layers=3)
+    mixer = mixing.model.layers[1].self_attn = torch.nn.Module().eval()
+    mixer.forward = lambda hidden_states, **kwargs: (hidden_states.cumsum(1), None)
+    for message, model in models.items():
+        with pytest.raises((NotImplementedError, ValueError), match=message):
+            av.generate(model, None, [[1, 2, 3]], max_new_tokens=4, num_speculative_tokens=0)
+
+
+def test_an_error_in_mid_run_is_not_called_a_wrong_family():
+    """Only a first pass can show that a model doesn't fit; later errors come out as they are,
+    and a config that keeps the ragged attention would make the caller's next forward fail."""
+    lm, args = av.SlotLM(llama(), 1, 9), (np.array([2]), np.array([0]))
+    lm.next_logits(torch.zeros(1, 9).long(), *args)
+    lm.commit(np.array([0]), np.array([0]))  # a new request: nothing is cached
+    lm.model.lm_head.forward = lambda hidden: hidden @ torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match="^mat1 and mat2"):
+        lm.next_logits(torch.zeros(1, 9).long(), *args)
+    assert lm.model.config._attn_implementation == "sdpa"
+    assert not lm.model.lm_head._forward_pre_hooks
+
+
+# ---------------------------------------------------------------------- refusals
+def refused(call, message):
+    """Is `call` refused by a ValueError, before any module ran?"""
+    ran = []
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: ran.append(module))
+    try:
+        with pytest.raises(ValueError, match=message):
+            call()
+    finally:
+        hook.remove()
+    assert not ran
+
+
+def headless():
+    model = llama()
+    model.lm_head = torch.nn.Sequential(model.lm_head).eval()
+    return model
+
+
+def half_trained():
+    model = llama()
+    model.model.layers[1].train()
+    return model
+
+
+BAD = [(name, value, rf"{name}.*{end}") for name, cases in dict(
+    prompts=[([[]], r"\[0\].*got 0"), ([[1], []], r"\[1\].*got 0"), ([[64]], r"\[0\].*63.*64"),
+             (torch.tensor([1, 2]), r"tensor"), ("text", "'text'"), (["text"], r"\[0\].*'text'"),
+             (None, "None"), ([3], r"\[0\].*3"), ([[-1]], r"\[0\].*-1"), ([[1.0]], "1.0"),
+             ([[True]], "True"), (torch.tensor(5), "tensor")],
+    max_new_tokens=[(-1, "-1"), ([1, 2], "2 for 1"), ([[1]], r"\[1\]"), (2.5, "2.5"),
+                    (None, "None"), (True, "True")],
+    num_speculative_tokens=[(-1, "-1"), (5000, "1000, got 5000"), (True, "True"), ("2", "'2'")],
+    max_batch_size=[(0, "0"), ("4", "'4'"), (1.5, "1.5")],
+    temperature=[(-0.1, "-0.1"), (None, "None"), (math.nan, "nan"), (math.inf, "inf"),
+                 (np.complex64(1), "1")],
+    top_p=[(0, "0"), (1.1, "1.1"), (math.nan, "nan")], top_k=[(-1, "-1"), (2.5, "2.5")],
+    plan=[("joint", "joint"), (None, "None")], cost=[({1: 2}, "{1: 2}")], on_step=[(3, "3")],
+    eos_token_id=[(-2, "-2"), ("</s>", "</s>"), ("", "''"), (64, "0..63.*64"), ([1, 2.0], r"\.0")],
+    estimator=[(av.AcceptanceEstimator(3), "K = 7.*3"), (3, "3"), (0, "0")],
+    seed=[("x", "'x'"), (-1, "-1"), (True, "True")],
+    target=[("gpt2", "str"), (None, "NoneType"), (llama().train(), "training mode"),
+            (llama().model, "no head"), (headless(), "no head")],
+    drafter=[(None, "NoneType"), (half_trained(), "training mode"), (headless(), "no head"),
+             (llama().to("meta"), "meta")],
+).items() for value, end in cases] + [
+    ("max_new_tokens", 255, r"prompts\[0\].*256 tokens.*2 and 255"),
+    ("drafter", llama(max_position_embeddings=4), "1 to 4 tokens")]
+
+
+@pytest.mark.parametrize("name, value, message", BAD)
+def test_bad_input_is_refused_by_name_and_value(name, value, message):
+    """Nothing may be changed or ignored in silence, and nothing run before it is checked."""
+    good = dict(target=llama(), drafter=llama(), prompts=[[1, 2]], max_new_tokens=9)
+    refused(lambda: av.generate(**{**good, name: value}), message)
+
+
+def test_settings_that_are_not_here_are_refused_or_not_read():
+    """A penalty that is ignored in silence gives another text than was asked for (F31)."""
+    target, drafter = llama(), noisy(llama(), 0.1)
+    want = greedy(target, [1, 2], 20)
+    with pytest.raises(TypeError, match="repetition_penalty"):
+        av.generate(target, drafter, [[1, 2]], repetition_penalty=2.0)
+    target.generation_config.update(repetition_penalty=9.0, eos_token_id=want[4])
+    assert av.generate(target, drafter, [[1, 2]], max_new_tokens=20, temperature=0).tokens == [want]
+
+
+def decoder_of(**kw):
+    return av.Decoder(av.SlotLM(llama(), 2, 20), av.SlotLM(llama(1), 2, 20), **{**dict(
+        max_batch_size=2, max_length=20, num_speculative_tokens=2, plan="fixed"), **kw})
+
+
+def add(prompt=(1,), new=3, *, request=0, times=1, step=False, **kw):
+    decoder = decoder_of(**kw)
+    for i in range(times):
+        decoder.add(request, prompt, new)
+    return decoder.step() if step else decoder
+
+
+def measure(prompts=((1,),), *, busy=False, K=2, **kw):
+    av.measure_costs(add(num_speculative_tokens=K, times=int(busy)), prompts, **kw)
+
+
+PARTS = [(call, {name: value}, message) for call, cases in {
+    add: [("prompt", [], "request 0.* 0 and 3"), ("new", 0, "max_new_tokens.* 0$"),
+          ("new", -1, "-1"), ("new", 20, "1 and 20.*2 slots of 20"), ("times", 3, "for 0 slots"),
+          ("prompt", [64], "prompt.*64"), ("prompt", [-1], "-1"), ("prompt", [1.5], "1.5"),
+          ("prompt", "ab", "'ab'"), ("new", 2.5, "2.5"), ("request", -1, "request.*-1")],
+    measure: [("repeats", 0, "repeats.* 0,"), ("busy", True, "idle"), ("K", 0, "K.*got 0"),
+              ("context_lengths", (1, 18), r"contexts in 1..17.*\(1, 18\)"),
+              ("context_lengths", (5, 3), r"\(5, 3\)"), ("prompts", [[1], []], r"\(0, 17\)"),
+              ("prompts", [], r"prompts.*\[\]"), ("prompts", [[99]], "prompt.*99")],
+    decoder_of: [("plan", "?", r"plan '\?'"), ("temperature", -1, "temperature.*-1"),
+                 ("estimator", av.AcceptanceEstimator(3), "K = 2.* for 3"), ("cost", 3, "cost.*3"),
+                 ("max_batch_size", 0, "batch.*0"), ("num_speculative_tokens", -1, "tokens.*-1"),
+                 ("num_speculative_tokens", 1.5, "tokens.*1.5"), ("seed", -1, "seed.*-1"),
+                 ("eos_token_ids", [99], "eos.*99"), ("estimator", 3, "estimator.*3")],
+    lambda model: av.SlotLM(model, 1, 9): [
+        ("model", llama().train(), "training"), ("model", None, "NoneType"),
+        ("model", llama().model, "no head")]}.items() for name, value, message in cases]
+
+
+@pytest.mark.parametrize("call, kw, message", PARTS)
+def test_the_parts_refuse_too(call, kw, message):
+    """What `generate` checks can be reached past it, so the parts have to name it as well."""
+    refused(lambda: call(**kw), message)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["target", "drafter", "head"])
+def test_logits_that_are_not_finite_are_named(name, plan):
+    """NaN would become some token in silence, or reach the caller's estimator for good."""
+    estimator, (target, drafter) = av.AcceptanceEstimator(3), (llama(), llama())
+    with torch.no_grad():
+        (target if name == "target" else drafter).lm_head.weight[3] = math.nan
+    drafter = av.HeadDrafter(Head(drafter)) if name == "head" else drafter
+    with pytest.raises(FloatingPointError, match=f"the {name.replace('head', 'drafter')}"):
+        av.generate(target, drafter, [[1, 2]], max_new_tokens=6, num_speculative_tokens=3,
+                    plan=plan, cost=stairs(), estimator=estimator)
+    assert np.isfinite(estimator.sums).all() and np.isfinite(estimator.intercepts).all()
+
+
+# ---------------------------------------------------------------------- measuring, memory
+def record_steps(monkeypatch):
+    """[(lengths, slots in use, drafts of each)] of all steps that are run."""
+    seen, step = [], av.Decoder.step
+
+    def record(decoder):
+        rows = np.flatnonzero(decoder.request >= 0)
+        seen.append((*decoder.lengths, len(rows), (decoder.ends - decoder.lengths)[rows[0]] - 1))
+        return step(decoder)
+
+    monkeypatch.setattr(av.Decoder, "step", record)
+    return seen
+
+
+def test_costs_are_the_least_of_the_repeats_at_the_shapes_that_run(monkeypatch):
+    """A hiccup, or a warm-up round, that is counted leads to wrong budgets for a whole run.
+
+    A clock of our own moves by 3 ms a pass of the target and .5 a token, 2 and .25 of the
+    drafter; a tenth of it in the first round; and once by 500 ms more."""
+    now, seen, target = [0.0], record_steps(monkeypatch), llama()
+    drafter = noisy(target, 0.1)
+
+    def clock(ms, token_ms):
+        def hook(module, args, out):
+            rounds = sum(x[4:] == (4, 0) for x in seen)
+            now[0] += 1e-3 * (ms + token_ms * args[0].numel()) * (0.1 if rounds == 1 else 1)
+            now[0] += 0.5 * (rounds == 3 and seen[-1][4:] == (4, 2))
+        return hook
+
+    monkeypatch.setattr(av, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    target.model.embed_tokens.register_forward_hook(clock(3, 0.5))
+    drafter.model.embed_tokens.register_forward_hook(clock(2, 0.25))
+    estimator = av.AcceptanceEstimator(8)
+    decoder = av.Decoder(av.SlotLM(target, 4, 60), av.SlotLM(drafter, 4, 60), max_batch_size=4,
+                         max_length=60, num_speculative_tokens=8, estimator=estimator)
+    state = lambda: copy.deepcopy([x.tolist() for x in (
+        decoder.generator.get_state(), decoder.expected, decoder.usual, estimator.sums,
+        decoder.request)]) + [estimator.steps, decoder.plan, decoder.cost]
+    before = state()
+    cost = av.measure_costs(decoder, [np.array([1, 2, 3, 4, 5]), torch.tensor([7] * 9)], repeats=3)
+    assert state() == before and decoder.estimator is estimator
+    shapes = [x[4:] for x in seen]
+    assert shapes[:9] * 4 == shapes and {*shapes} == {
+        (1, 0), (2, 0), *((4, d) for d in (0, 1, 2, 3, 5, 7, 8))}
+    depths, sizes = (x[:-1] for x, _ in cost.curves)
+    assert depths.tolist() == [1, 2, 3, 5, 7, 8]
+    assert sizes.tolist() == [1, 2, 4, 8, 12, 16, 24, 32, 36]
+    assert np.allclose(cost.draft_ms(depths), depths * (2 + 0.25 * 4))
+    assert np.allclose(cost.verify_ms(sizes), 3 + 0.5 * sizes)
+    assert {x[:4] for x in seen} == {(5, 20, 35, 51)}  # shortest prompt to what has room
+
+
+@pytest.mark.parametrize("limit", [300, 100_000])
+def test_costs_are_measured_within_a_bounded_context(limit, monkeypatch):
+    """A measurement up to max_new_tokens takes half a minute and gigabytes before it starts."""
+    target, seen = llama(max_position_embeddings=100_000), record_steps(monkeypatch)
+    lms = [av.SlotLM(m, 2, limit) for m in (target, noisy(target, 0.1))]
+    decoder = av.Decoder(*lms, max_batch_size=2, max_length=limit, num_speculative_tokens=3)
+    av.measure_costs(decoder, [[1] * 400, [2] * 30], repeats=1)
+    assert {x[:2] for x in seen} == {(30, av.CONTEXT)}
+    assert all(lm.kv[0][0].shape[1] <= 2 * (av.CONTEXT + 4) for lm in lms)
+    seen.clear()
+    av.measure_costs(decoder, [[1] * 400], context_lengths=(7, 290), repeats=1)
+    assert {x[:2] for x in seen} == {(7, 290)}
+
+
+def test_memory_and_state_do_not_grow():
+    """A list kept for each step, or a hook left on the model, grows with the run (F44)."""
+    lms = [av.SlotLM(m, 4, 8) for m in (cycle(16), cycle(16, wrong_at=(3,)))]
+    decoder = av.Decoder(*lms, max_batch_size=4, max_length=8, num_speculative_tokens=3, seed=0,
+                         cost=stairs(), estimator=av.AcceptanceEstimator(3))
+    requests, sizes = ((i, [i % 16], 6) for i in range(10**9)), []
+    tracemalloc.start()
+    for _ in range(4):
+        for _ in range(30):
+            av.refill(decoder, requests)
+            decoder.step()
+        decoder.request[:] = -1
+        av.measure_costs(decoder, [[1, 2]], repeats=1)
+        gc.collect()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[3] - sizes[2] < 9_000 and lms[0].kv[0][0].shape[1] == 8
 
 
 # ------------------------------------------------------------------------ the study's statistics
