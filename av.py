@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Adaptive verification for speculative decoding without a confidence head, in one file.
+"""Adaptive verification for speculative decoding without a confidence head: one file.
 
-A cheap drafter proposes K tokens for each request, the target checks them in one pass, and
-rejection sampling keeps the text distributed as if the target had written it alone. In a
-large batch each checked draft costs time, so only those worth it should be checked. How
-likely one is to be accepted is read off the drafter's law, by a logistic regression on the
-log-odds of its largest probability; how many to check follows from measured costs.
+A cheap drafter proposes K tokens for each request, and the target checks them in one
+pass. Rejection sampling keeps the text distributed as if the target had written it
+alone. In a large batch each checked draft costs time, so only those worth it should be
+checked. How likely one is to be accepted is read off the drafter's law, by a logistic
+regression on the log-odds of its largest probability. How many to check follows from
+measured costs.
 
 here             meaning                                        papers, vLLM
 p, q             law of the TARGET, law of the DRAFTER          some papers swap the two
@@ -14,12 +15,12 @@ confidence c_i   P(draft i accepted, if all before it were)     acceptance rate,
 survival s_i     c_1 * c_2 * ... * c_i                          survival
 draft budget     drafts verified in a step, over all requests   draft budget
 bonus token      what a step adds to a request in any case      bonus or recovered token
-B, R, D          slots, requests in use, drafts of each now     max_num_seqs, num_reqs, -
+B, R, D          slots, those in use, drafts of each now        max_num_seqs, num_reqs, -
 V, T             vocabulary, tokens packed into one pass
 
-What keeps it LOSSLESS: rejection sampling is exact if a draft, *given that it is verified*,
-is still drawn from q. So whether draft x_2 is verified may depend on anything that was
-known before x_2 was drawn, and on nothing that x_2 itself influences:
+What keeps it LOSSLESS: rejection sampling is exact if a draft, *given that it is
+verified*, is still drawn from q. So whether draft x_2 is verified may depend on anything
+that was known before x_2 was drawn, and on nothing that x_2 itself influences:
 
     position                 1            2            3
     draft and its law        x_1 ~ q_1    x_2 ~ q_2    x_3 ~ q_3
@@ -30,8 +31,8 @@ Exact: "verify x_2 if the largest probability of q_2 is high", as x_2 is not dra
 Biased: "verify x_2 if q_2(x_2) is high". An unlikely x_2 would be replaced by a draw of
 the target, and the text would hold too many of the likely ones.
 
-Laws and tokens are tensors on the models' device; decisions are made on the host, in numpy.
-Sections 3 and 4 are acceptance_estimator.py and adaptive_verification.py in vLLM's
+Laws and tokens are tensors on the models' device; the host decides, in numpy. Sections 3
+and 4 are acceptance_estimator.py and adaptive_verification.py in vLLM's
 `v1/worker/gpu/spec_decode/`. What is out of range raises ValueError, everywhere.
 """
 import copy
@@ -70,9 +71,10 @@ def _check(ok, message, *values):
 def _number(name, value, low, high, kinds=(int, float)):
     """The value as a Python number if it is one in low..high, else a ValueError."""
     exact = value.item() if isinstance(value, np.generic) else value
-    good = isinstance(exact, kinds) and not isinstance(exact, bool) and low <= exact <= high
+    good = isinstance(exact, kinds) and not isinstance(exact, bool)
     what = "whole number" if kinds is int else "number"
-    _check(good, "{} must be a {} in {}..{}, got {!r}", name, what, low, high, value)
+    _check(good and low <= exact <= high, "{} must be a {} in {}..{}, got {!r}",
+           name, what, low, high, value)
     return exact
 
 
@@ -82,7 +84,7 @@ def _token_ids(name, ids, V):
     return [_number(f"a token of {name}", token, 0, V - 1, int) for token in ids]
 
 
-# ==== Part I: the idea. It needs torch and numpy only, and copies out as it stands. ====
+# ==== Part I: the idea. It needs torch and numpy only, and copies out as it stands.
 # ---- 1. Laws: from logits to probabilities, and from probabilities to a token.
 def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     """Logits (..., V) to the float32 probabilities that are drawn from, (..., V).
@@ -100,7 +102,7 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
         law = law.where(law >= law.topk(top_k).values[..., -1:], 0.0)
     if top_p < 1:  # the least probable tokens go, which hold 1 - top_p at most
         on_cpu = law.device.type == "cpu"  # where numpy sorts several times faster
-        rising = torch.from_numpy(np.sort(law.numpy())) if on_cpu else law.sort().values
+        rising = torch.from_numpy(np.sort(law.numpy())) if on_cpu else law.sort()[0]
         rest = (1 - top_p) * law.sum(-1, keepdim=True)
         edge = torch.searchsorted(rising.cumsum(-1), rest, right=True)
         law = law.where(law >= rising.gather(-1, edge.clamp(max=law.shape[-1] - 1)), 0.0)
@@ -125,15 +127,15 @@ def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return token.clamp(max=weights.shape[-1] - 1)
 
 
-# ---- 2. The lossless rule (Leviathan et al. 2023, algorithm 1; vLLM rejection_sampler).
+# ---- 2. The lossless rule (Leviathan et al. 2023, algorithm 1; rejection_sampler.py).
 def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
            generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Accept each draft x with probability min(1, p(x) / q(x)), up to the first rejection;
+    """Accept each draft x with probability min(1, p(x) / q(x)) up to the first rejection,
     then draw the next token from norm(max(0, p - q)), or from p if none was rejected.
 
-    p: (R + sum(num_verified), V), of each request the target's laws of its verified drafts
-    and of the token behind them. q: (R, D, V), to the bit the laws that drafts (R, D) were
-    drawn from. num_verified: (R,), in 0..D. Returns accepted (R,) and next_tokens (R,)."""
+    p: (R + sum(num_verified), V), for each request the target's laws of its verified
+    drafts and of the token behind them. q: (R, D, V), to the bit the laws that drafts
+    (R, D) were drawn from. num_verified: (R,) in 0..D. Returns accepted, next_tokens."""
     R, D = drafts.shape
     shapes = tuple(p.shape), tuple(q.shape), tuple(num_verified.shape)
     _check(shapes[1:] == ((R, D, p.shape[1]), (R,)) and len(p) >= R,
@@ -162,18 +164,18 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
 def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-odds of the likeliest token, (..., V) -> (...,), in +-MAX_LOG_ODDS.
 
-    LOSSLESS: it reads the law, not the token drawn from it. It reads it before top-k and
-    top-p, which often leave one token: q_max = 1 says nothing. So does temperature 0,
-    which is read as 1."""
+    LOSSLESS: it reads the law, not the token drawn from it. It reads it before top-k
+    and top-p, which often leave one token: q_max = 1 says nothing. So does temperature
+    0, which is read as 1."""
     _number("temperature", temperature, 0, 1e6)
     law = _softmax(logits, temperature)
     return (law.amax(-1) / law.sum(-1)).logit().clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
 
 
 class AcceptanceEstimator:
-    """P(draft i accepted, if all before it were) = sigmoid(slope * feature + intercept_i),
+    """confidence_i = sigmoid(slope * feature_i + intercept_i), i the position of a draft.
 
-    fitted online, for one pair of models and sampling setting. refit_every: steps in a
+    Fitted online, for one pair of models and sampling setting. refit_every: steps in a
     round. ridge: keeps the fit solvable without labels. damping: labels at which a
     coefficient takes half of its step. The defaults are vLLM's."""
 
@@ -245,9 +247,9 @@ class AcceptanceEstimator:
 class CostTable:
     """Milliseconds of a step, linear between the points that were measured.
 
-    draft: {passes: ms}, to draft so many tokens for each request. verify: {query tokens:
-    ms}, the rest of a step in which the target reads so many. Noise only adds time, so a
-    size costs no more than larger ones: a running minimum from the right. Beyond the last
+    draft: {passes: ms}, to draft so many tokens for each request. verify: {tokens: ms},
+    the rest of a step in which the target reads so many. Noise only adds time, so a size
+    costs no more than a larger one: a running minimum from the right. Beyond the last
     point its slope goes on, or the cost in proportion if that is flat."""
 
     def __init__(self, draft, verify):
@@ -255,7 +257,7 @@ class CostTable:
         self.factors = np.ones(2)  # how much slower drafting, and the rest, are lately
 
     def _curve(self, name, points):
-        _check(isinstance(points, dict) and points, f"{name} must be a dict, got {points}")
+        _check(isinstance(points, dict) and points, f"{name} must be a dict: {points}")
         for size, ms in points.items():
             _number(f"a size of {name}", size, 1, 2**39, int)
             _number(f"{name}[{size}]", ms, 1e-300, 1e280)
@@ -284,10 +286,10 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
     """(depth, budget), how far to draft and how much to verify, for most tokens per ms:
     argmax of (R + sum of the best survivals) / (draft ms + verify ms of R + budget).
 
-    survival: (R, K), as expected, negative where no draft can be used. The published rule
-    drafts K; with `all_depths` the same equation chooses the depth too. Costs may be a
-    staircase, so all budgets are tried, and the smallest of equals is taken. LOSSLESS:
-    expect by *earlier* steps; this step's survivals depend on the drafts in question."""
+    survival: (R, K), as expected; negative where no draft can be used. The published
+    rule drafts K; with `all_depths` the same equation chooses the depth too. Costs may
+    be a staircase, so all budgets are tried; of equals the smallest is taken. LOSSLESS: what
+    *earlier* steps let expect, as this step's survivals hang on the drafts themselves."""
     R, K = survival.shape
     order = np.argsort(-survival, axis=None, kind="stable")  # slots, best first
     best, position = survival.flat[order], order % K
@@ -308,7 +310,7 @@ def trim(survival: np.ndarray, budget: int) -> np.ndarray:
 
     survival: (R, D), never rising along a request, so that its best slots are a prefix;
     -1 where nothing was drafted, and budget is at most what was. subtle: the sort is
-    stable, so ties go by position: they don't break a prefix, nor ask for the tokens."""
+    stable, so ties go by position: prefixes stay whole, and tokens are not asked."""
     _number("budget", budget, 0, survival.size, int)
     # LOSSLESS: a slot is outranked by survivals that its own draft cannot change.
     best = np.argsort(-survival.T, axis=None, kind="stable")[:budget]
@@ -318,7 +320,7 @@ def trim(survival: np.ndarray, budget: int) -> np.ndarray:
 # ---- 5. The loop. Plain decoding (K = 0) and fixed K are other plans of the same step.
 @dataclass
 class Step:
-    """What a step did to its R requests: host arrays, void where nothing was drafted."""
+    """What a step did to its R requests: host arrays, void where there was no draft."""
     requests: np.ndarray  # (R,) the numbers that they were added with
     tokens: np.ndarray  # (R, D + 1) accepted drafts, then the bonus token, then void
     num_committed: np.ndarray  # (R,) of `tokens`, nothing behind an end token
@@ -345,19 +347,22 @@ class Decoder:
         K = _number("num_speculative_tokens", num_speculative_tokens, 0, 1000, int)
         B = _number("max_batch_size", max_batch_size, 1, 2**31, int)
         _check(plan in ("fixed", "verification", "adaptive"), f"unknown plan {plan!r}")
-        warp(torch.zeros(1, device=target.device), **law)  # refuses what is out of range
+        warp(torch.zeros(1, device=target.device), **law)  # refuses what is not a law
         self.plan, self.K, self.law, self.cost = plan if K else "fixed", K, law, cost
         if estimator is None and self.plan != "fixed":
             estimator = AcceptanceEstimator(K)
-        k = getattr(estimator, "num_speculative_tokens", None if estimator is not None else K)
-        _check(k == K, f"estimator must be one for K = {K}, got {estimator} for {k}")
-        _check(isinstance(cost, CostTable | None), f"cost must be a CostTable, got {cost!r}")
+        k = getattr(estimator, "num_speculative_tokens", None)
+        _check(estimator is None or k == K,
+               f"estimator must be one for K = {K}, got {estimator} for {k}")
+        _check(isinstance(cost, CostTable | None), f"cost must be a CostTable: {cost!r}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
         self.sees = target.keep_hidden = hasattr(drafter, "see")
         self.device, self.generator = target.device, torch.Generator(target.device)
-        seed = self.generator.seed() if seed is None else _number("seed", seed, 0, 2**63, int)
-        self.generator.manual_seed(seed)
-        self.eos = np.array(_token_ids("eos_token_ids", eos_token_ids, target.vocab_size), int)
+        if seed is None:
+            seed = self.generator.seed()
+        self.generator.manual_seed(_number("seed", seed, 0, 2**64 - 1, int))
+        eos = _token_ids("eos_token_ids", eos_token_ids, target.vocab_size)
+        self.eos = np.array(eos, int)
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
         room = max(0, min(K, max_length - 2)), B, target.vocab_size
         self.q, self.draft_logits = torch.zeros(2, *room, device=self.device).float()
@@ -373,8 +378,8 @@ class Decoder:
         new = _number("max_new_tokens", max_new_tokens, 1, 2**31, int)
         n, end, room = len(prompt), len(prompt) + new, self.tokens.shape[1]
         free = np.flatnonzero(self.request < 0)
-        _check(len(free) and 0 < n and end <= room, f"request {request} must fit in a slot, "
-               f"got {n} and {new} new tokens for {len(free)} slots of {room}")
+        _check(len(free) and n and end <= room, f"request {request} must fit in a slot, got"
+               f" {n} and {new} new tokens for {len(free)} slots of {room}")
         slot = free[0]
         self.request[slot], self.lengths[slot], self.ends[slot] = request, n, end
         self.tokens[slot, :n] = torch.tensor(prompt)
@@ -434,14 +439,14 @@ class Decoder:
         survival = np.where(usable, self.expected[slots].cumprod(1), -1.0)
         depth, budget = draft_budget(survival, self.cost, self.plan == "adaptive")
         depths = np.minimum(most, depth)
-        # What is never verified is never learned again: once a round all is, to depth K.
+        # What is never verified is never learned again: once a round some draft all.
         if self.estimator.steps % self.estimator.refit_every == 0:
             depths[:EXPLORERS] = most[:EXPLORERS]
             budget = int(depths.sum())
         return depths, budget
 
     def draft(self, slots, depths):
-        """Up to depths (R,) tokens of each request, their laws and logits; and depths."""
+        """Up to depths (R,) tokens of each request, their laws, logits; and depths."""
         R, D, V = len(slots), depths.max(), self.target.vocab_size
         depths = depths.copy()
         drafts = torch.zeros(R, D, dtype=torch.long, device=self.device)
@@ -468,12 +473,13 @@ class Decoder:
         return (tokens[..., None] == self.eos).any(-1)
 
     def survival(self, features, drafts, depths):
-        """(R, D), 0 behind a drafted end token. LOSSLESS: it asks earlier drafts only."""
+        """(R, D), 0 behind a drafted end. LOSSLESS: of drafts, it asks earlier ones."""
         drawn = np.arange(drafts.shape[1]) < depths[:, None]
         if not np.isfinite(features[drawn]).all():
             raise FloatingPointError("the drafter gave logits that are not finite")
-        c = self.estimator.predict(features) if self.estimator else np.ones(drafts.shape)
-        ended = self.is_end(drafts)
+        ended, c = self.is_end(drafts), np.ones(drafts.shape)
+        if self.estimator:
+            c = self.estimator.predict(features)
         c[ended.cumsum(1) > ended] = 0.0
         return np.where(drawn, c.cumprod(1), -1.0)
 
@@ -514,17 +520,17 @@ class Decoder:
         self.fresh[slots] = False
 
 
-# ==== Part II: the machinery that makes it fast on unmodified transformers models. ====
+# ==== Part II: the machinery that makes it fast on unmodified transformers models.
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, PreTrainedModel
 
 
-# ---- 6. The ragged batch. Each request brings as many tokens as it likes to a pass. All
+# ---- 6. The ragged batch: a request brings as many tokens as it likes to a pass. All
 #    travel as one row (1, T), so that linear layers see no padding. Attention unpacks.
 class Ragged:
     """Where the T tokens of a pass belong: counts[i] to slots[i], from start[i] on.
 
-    Attention pads, so it is cut into `calls` of (cache rows, queries, positions, keys)."""
+    Attention pads, so there are `calls`: (cache rows, queries, positions, keys)."""
 
     def __init__(self, slots, start, counts, device):
         if (span := slots[-1] + 1 - slots[0]) < 2 * len(slots):
@@ -540,10 +546,10 @@ class Ragged:
             size += len(rows) * width
             cache, column = slots[rows], np.arange(width)
             low, high = cache[0], cache[-1] + 1  # a slice is read without a copy
-            cache = slice(low, high) if high - low == len(rows) else _send(cache, device)
+            cache = _send(cache, device) if high - low > len(rows) else slice(low, high)
             queries = np.minimum(first[rows, None] + column, len(row) - 1).ravel()
-            seen = start[rows, None] + column
-            self.calls.append((cache, _send(queries, device), _send(seen, device), keys))
+            queries, seen = (_send(x, device) for x in (queries, start[rows, None] + column))
+            self.calls.append((cache, queries, seen, keys))
         self.even = len(self.calls) == 1 and size == len(row)
         self.longest = (start + counts).max()
         self.slots, self.positions, self.place = (_send(x, device) for x in (
@@ -565,8 +571,8 @@ class Ragged:
 
 
 def _attention_calls(widths, ends):
-    """[(rows, width, keys)]: all rows at the usual width and length; then again the rows
-    that are a bit wider, and alone each longer one and each prompt."""
+    """[(rows, width, keys)]: all rows at the usual width and length, then again those a
+    bit wider, and alone each longer one and each prompt."""
     def usual(sizes, call):  # to pad to, if each larger one costs its size and a call
         sizes = np.sort(sizes)[::-1]
         longer = (sizes + call).cumsum() - sizes - call
@@ -587,11 +593,11 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                      scaling=None, dropout=0.0, sliding_window=None, **kwargs):
     """Attention of packed queries (1, H, T, D) to cached keys (slots, H_kv, S, D), as
     transformers' `AttentionInterface` calls it; returns ((1, T, H, D_v), None)."""
-    odd = {name for name, x in kwargs.items() if x is not None} - _HARMLESS
-    window = getattr(module.config, "sliding_window", None)  # of some layers, or lost
-    lost = window and not (sliding_window or getattr(module.config, "layer_types", None))
-    if (odd or lost or ragged is None or attention_mask is not None or dropout
-            or not getattr(module, "is_causal", True)):
+    odd, config = {k for k, x in kwargs.items() if x is not None} - _HARMLESS, module.config
+    passed = sliding_window or getattr(config, "layer_types", None)
+    lost = getattr(config, "sliding_window", None) and not passed
+    causal = getattr(module, "is_causal", True)
+    if odd or lost or ragged is None or attention_mask is not None or dropout or not causal:
         raise NotImplementedError(f"{type(module).__name__}: attention with {odd}, a mask "
                                   "or window of its own, dropout, or not causal")
     ragged.layers.add(module.layer_idx)
@@ -631,16 +637,17 @@ AttentionInterface.register("ragged", ragged_attention)
 class SlotLM:
     """A decoder-only transformers model and its KV cache over slots: target or drafter.
 
-    A rejected draft stays in the cache, but `cached` no longer counts it: the next token
-    at its position overwrites it before anything attends to it."""
+    A rejected draft stays in the cache, but `cached` no longer counts it: the next
+    token at its position overwrites it before anything attends to it."""
 
     def __init__(self, model, num_slots: int, max_length: int):
         _check_model("model", model)
-        self.model, self.device, self.shape = model, model.device, (num_slots, max_length)
+        self.model, self.device = model, model.device
+        self.shape, self.kv = (num_slots, max_length), {}  # keys, values by layer
         self.vocab_size, self.readable, self.keep_hidden = *_vocabulary(model), False
         configs = (m.config for m in model.modules() if hasattr(m, "config"))
         self.configs = list({id(config): vars(config) for config in configs}.values())
-        self.cached, self.kv = np.zeros(num_slots, int), {}  # tokens by slot; by layer
+        self.cached = np.zeros(num_slots, int)  # tokens of each slot
 
     def commit(self, slots, lengths):
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
@@ -650,7 +657,7 @@ class SlotLM:
 
     @torch.inference_mode()
     def logits(self, tokens, lengths, slots, num_verified):
-        """Reads what the cache lacks: a prompt, the last token, a last draft accepted."""
+        """Reads what the cache lacks: a prompt, the last token, an accepted draft."""
         for i in np.flatnonzero(lengths - self.cached[slots] > PIECE):
             while lengths[i] - self.cached[slots[i]] > PIECE:
                 self._forward(tokens, slots[i:i + 1], np.array([PIECE]), 1)
@@ -662,10 +669,10 @@ class SlotLM:
         return self._forward(tokens, slots, counts, keep)
 
     def _forward(self, tokens, slots, counts, keep):
-        """Reads the next counts (r,) tokens of each slot; logits of all, or some to keep."""
+        """Read the next counts (r,) tokens of each slot; logits of those to keep."""
         name, first = type(self.model).__name__, not self.kv
         self.batch = batch = Ragged(slots, self.cached[slots], counts, self.device)
-        # subtle: an id that only the target has is fed as the last one; q may be anything.
+        # subtle: an id that only the target has is read as the last one; q may be any.
         ids = tokens[batch.slots, batch.positions].clamp(max=self.readable - 1)
         head, names = self.model.get_output_embeddings(), [
             config["_attn_implementation_internal"] for config in self.configs]
@@ -674,24 +681,26 @@ class SlotLM:
         try:
             for config in self.configs:  # (the setter takes as long as a small model)
                 config["_attn_implementation_internal"] = "ragged"
-            out = self.model(input_ids=ids[None], position_ids=batch.positions[None],
-                             cache=self, use_cache=True, ragged=batch, logits_to_keep=keep)
+            out = self.model(
+                input_ids=ids[None], position_ids=batch.positions[None], cache=self,
+                use_cache=True, ragged=batch, logits_to_keep=keep)
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
             if not first:
                 raise  # only a first pass may tell that the model is of the wrong kind
-            raise NotImplementedError(f"{name} can't run as a ragged batch: {error}") from error
+            raise NotImplementedError(f"{name} as a ragged batch: {error}") from error
         finally:  # the model is as it was, come what may
             for config, old in zip(self.configs, names):
                 config["_attn_implementation_internal"] = old
             if hook:
                 hook.remove()
-        if not batch.layers == self.kv.keys() == {*range(self.model.config.num_hidden_layers)}:
+        layers = {*range(self.model.config.num_hidden_layers)}
+        if not batch.layers == self.kv.keys() == layers:
             raise NotImplementedError(f"{name} has layers with another kind of attention")
         self.cached[slots] += counts
         return out.logits[0]
 
     def update(self, key, value, layer_idx, *args, **kwargs):
-        """What a model calls on its cache: stores (1, H_kv, T, D) twice, gives all slots."""
+        """Models call it: keep key and value (1, H_kv, T, D), give those of all slots."""
         kv = self.kv.get(layer_idx) or [
             x.new_zeros(self.shape[0], 0, *x.shape[1::2]) for x in (key, value)]
         if (size := kv[0].shape[1]) < self.batch.longest:  # of (slots, S, H_kv, D)
@@ -704,9 +713,9 @@ class SlotLM:
         return [cache.transpose(1, 2) for cache in kv]
 
     def get_seq_length(self, layer_idx=None):
-        """What a model may ask; what a layer would derive from it is wrong in a pack."""
+        """Models ask it; what a layer would derive from it would be wrong in a pack."""
         if layer_idx is not None:
-            raise NotImplementedError(f"{type(self.model).__name__} has layers that count")
+            raise NotImplementedError(f"{type(self.model).__name__}: layers that count")
         return 0
 
 
@@ -738,7 +747,8 @@ class HeadDrafter:
 
     def next_logits(self, tokens, lengths, slots, position, depth):
         state, token = self.recall(position, tokens, lengths, slots)
-        state, logits = self.head.step(state if position else self.head.start(state), token)
+        state = state if position else self.head.start(state)
+        state, logits = self.head.step(state, token)
         self.kept = slots, state
         return logits
 
@@ -748,24 +758,25 @@ class HeadDrafter:
 
 # ---- 8. Measure, and generate.
 def refill(decoder: Decoder, requests):
-    """Fill free slots from an iterator of (number, prompt, max_new_tokens), as it lasts."""
+    """Fill free slots from an iterator of (number, prompt, max_new_tokens)."""
     for _, request in zip(np.flatnonzero(decoder.request < 0), requests):
         decoder.add(*request)
 
 
-def measure_costs(decoder: Decoder, prompts, *, context_lengths=None, repeats=5) -> CostTable:
-    """Time steps of an idle decoder in which all draft and verify 0, 1, 2, 3, 5, 7 and K.
+def measure_costs(decoder, prompts, *, context_lengths=None, repeats=5) -> CostTable:
+    """Time steps of an idle decoder in which all draft and verify 0, 1, 2, 3, 5, 7, K.
 
-    context_lengths: from, to; spread over the slots as real ones are, because attention
-    reads up to the longest; default: shortest prompt to CONTEXT. Prompts are repeated up
-    to there. After a warm-up, the least of `repeats` times counts."""
+    context_lengths: from, to. They are spread over the slots as real ones are, because
+    attention reads up to the longest. Default: from the shortest prompt to CONTEXT.
+    Prompts are repeated to that length. Of `repeats` times, after a warm-up, the least
+    counts."""
     B, K = len(decoder.tokens), len(decoder.q)
     room = decoder.tokens.shape[1] - K - 1  # for the prompt
     high = max(1, min(room, CONTEXT))
     low, high = context_lengths or (min([high, *map(len, prompts)]), high)
     _check(K > 0 and repeats > 0 and len(prompts) and 1 <= low <= high <= room,
-           f"to measure takes K, repeats, prompts and contexts in 1..{room}, got {K}, "
-           f"{repeats}, {prompts} and {low, high}")
+           f"to measure takes K, repeats, prompts and contexts in 1..{room}, "
+           f"got {K}, {repeats}, {prompts} and {low, high}")
     _check((decoder.request < 0).all(), f"decoder must be idle, has {decoder.request}")
     contexts = np.linspace(low, high, B).astype(int)
     probe = copy.copy(decoder)  # which shares models and slots, and learns nothing
@@ -777,7 +788,8 @@ def measure_costs(decoder: Decoder, prompts, *, context_lengths=None, repeats=5)
 
     def time_step(n, depth):
         slots = np.linspace(0, B - 1, n).astype(int)
-        probe.request[:], probe.lengths[:], probe.ends[:] = -1, contexts, contexts + depth + 1
+        probe.lengths[:], probe.ends[:] = contexts, contexts + depth + 1
+        probe.request[:] = -1
         probe.request[slots] = slots
         done = probe.step()
         return done.draft_ms, done.ms - done.draft_ms
@@ -805,27 +817,27 @@ class Result:
 def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_tokens=7,
              plan="adaptive", max_batch_size=64, eos_token_id=None, seed=None, cost=None,
              estimator=None, on_step=None, **law) -> Result:
-    """Generate from the target, sped up by the drafter: each token has the target's law.
+    """Text of the target, sped up by the drafter: each token has the target's law.
 
-    target, drafter: decoder-only transformers models on one device, in any floating type;
-    a drafter may have the verbs of section 7 instead. prompts: lists of ids.
+    target, drafter: decoder-only transformers models on one device, of any floating
+    type; a drafter may have the verbs of section 7 instead. prompts: lists of ids.
     max_new_tokens: one number, or one per prompt. num_speculative_tokens: K; 0 is plain
     decoding. max_batch_size: requests at once; who ends is replaced. eos_token_id: none,
     one or several. estimator, cost: to go on with; otherwise fresh, and measured now.
-    on_step: gets each `Step`, may return the numbers of requests to end. law: temperature,
-    top_k, top_p of both models, whose generation configs are not read. Same inputs and
-    seed: same tokens, but a cost table learns from the clock, which keeps the law only.
-    NotImplementedError: unfit models. FloatingPointError: logits that are not finite."""
-    K, own = num_speculative_tokens, hasattr(drafter, "next_logits") or not num_speculative_tokens
+    on_step: gets each `Step`, may return the numbers of requests to end. law: the
+    temperature, top_k, top_p of both models, whose generation configs are not read.
+    Same inputs and seed: same tokens, unless a cost table learns from the clock: then
+    the same law. NotImplementedError: unfit models. FloatingPointError: bad logits."""
+    own = hasattr(drafter, "next_logits") or not num_speculative_tokens
     requests = _check_requests(target, drafter, own, prompts, max_new_tokens)
-    _check(on_step is None or callable(on_step), f"on_step must be callable, got {on_step}")
+    _check(on_step is None or callable(on_step), f"on_step must be callable: {on_step}")
     eos = [] if eos_token_id is None else np.ravel(eos_token_id).tolist()
     B = min(_number("max_batch_size", max_batch_size, 1, 2**31, int), len(requests) or 1)
-    longest = max([len(p) + n for p, n in requests] or [1])
+    longest = max([len(prompt) + n for prompt, n in requests] or [1])
     decoder = Decoder(
         SlotLM(target, B, longest), drafter if own else SlotLM(drafter, B, longest),
-        max_batch_size=B, max_length=longest, plan=plan, num_speculative_tokens=K, seed=seed,
-        cost=cost, estimator=estimator, eos_token_ids=eos, **law)
+        max_batch_size=B, max_length=longest, plan=plan, cost=cost, estimator=estimator,
+        num_speculative_tokens=num_speculative_tokens, seed=seed, eos_token_ids=eos, **law)
     if max([n for _, n in requests] or [0]) < 2:
         decoder.plan = "fixed"  # there is room for bonus tokens only
     if decoder.plan != "fixed" and cost is None:
@@ -844,7 +856,9 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
 
 # ---- 9. Refusals: by name and value, before any work.
 def _vocabulary(model):
-    return [len(f().weight) for f in (model.get_output_embeddings, model.get_input_embeddings)]
+    """Tokens that it gives logits of, and tokens that it reads."""
+    return [len(x.weight) for x in (
+        model.get_output_embeddings(), model.get_input_embeddings())]
 
 
 def _check_requests(target, drafter, own, prompts, max_new_tokens):
@@ -856,26 +870,27 @@ def _check_requests(target, drafter, own, prompts, max_new_tokens):
                f"{name} must be on {target.device} as the target, is on {model.device}")
     (V, _), *others = map(_vocabulary, models.values())
     if others and others[0][0] != V:
-        warnings.warn(f"vocabularies of {V} (target) and {others[0][0]} (drafter): what "
-                      "only one of them has is never drafted", stacklevel=3)
+        warnings.warn(f"vocabularies of {V} (target) and {others[0][0]} (drafter): "
+                      "what only one of them has is never drafted", stacklevel=3)
     limit = min(getattr(model.config, "max_position_embeddings", 0) or 2**31
                 for model in models.values())
     _check(isinstance(prompts, (list, tuple)) or getattr(prompts, "ndim", 0) == 2,
            f"prompts must be lists of token ids, got {prompts!r}")
     new = getattr(max_new_tokens, "tolist", lambda: max_new_tokens)()
     new = new if isinstance(new, (list, tuple)) else [new] * len(prompts)
-    _check(len(new) == len(prompts), f"max_new_tokens: {len(new)} for {len(prompts)} prompts")
+    _check(len(new) == len(prompts),
+           f"max_new_tokens: {len(new)} for {len(prompts)} prompts")
     new = [_number("max_new_tokens", n, 0, 2**31, int) for n in new]
     ids = [_token_ids(f"prompts[{i}]", prompt, V) for i, prompt in enumerate(prompts)]
     for i, n in enumerate(new):
-        _check(ids[i] and len(ids[i]) + n <= limit, f"prompts[{i}] must have 1 to {limit} "
-               f"tokens, the new ones included, got {len(ids[i])} and {n}")
+        _check(ids[i] and len(ids[i]) + n <= limit, f"prompts[{i}] must have 1 to {limit}"
+               f" tokens, the new ones included, got {len(ids[i])} and {n}")
     return list(zip(ids, new))
 
 
 def _check_model(name, model):
     kind = type(model).__name__
-    _check(isinstance(model, PreTrainedModel), f"{name} must be a transformers model, not {kind}")
+    _check(isinstance(model, PreTrainedModel), f"{name} is no transformers model: {kind}")
     head, config = getattr(model.get_output_embeddings(), "weight", None), model.config
     layers = {*(getattr(config, "layer_types", 0) or ())}
     layers -= {"full_attention", "sliding_attention"}
@@ -883,7 +898,7 @@ def _check_model(name, model):
     refused = {
         "is in training mode: call .eval()": any(m.training for m in model.modules()),
         "has no head with a weight, to give logits": not isinstance(head, Tensor),
-        "is several models: pass the language one": not hasattr(config, "num_hidden_layers"),
+        "is several models: pass one": not hasattr(config, "num_hidden_layers"),
         "keeps a recurrent state, which can't forget a draft": model._is_stateful,
         "has no attention interface": not model._supports_attention_backend,
         "has rotary positions that depend on the longest request of a pass":
