@@ -51,6 +51,7 @@ MIN_CURVATURE = 0.05  # of a label in the fit: `AcceptanceEstimator.observe` say
 MAX_FIT_STEP = 3.0  # log-odds per refit: .95 to .05 takes two; 5 would overshoot less
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # drafts that renew half of what is expected: one batch, or 8 steps of one
+PLAN_EVERY = 4  # steps that a plan serves: it moves slowly, and takes 1 % of a step
 COST_RATE = 0.05  # how far a step moves the cost factors: 20 steps follow the machine
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
 PROMPT = 16  # a row that is wider by more than this is attended alone, as a prompt
@@ -367,6 +368,7 @@ class Decoder:
         room = max(0, min(K, max_length - 2)), B, target.vocab_size
         self.q, self.draft_logits = torch.zeros(2, *room, device=self.device).float()
         self.request, self.lengths, self.ends = np.full((3, B), -1)  # by slot; -1: free
+        self.planned = 0, 0  # depth, budget
         self.fresh = np.zeros(B, bool)  # slots whose prompt has not been read
         self.expected = np.full((B, K), 0.7)  # confidences of the next step
         self.usual = np.full(K, 0.7)  # those of requests that draft nothing
@@ -435,9 +437,11 @@ class Decoder:
         if self.plan == "fixed":
             return most, int(most.sum())
         _check(self.cost, "plan {} needs a cost table, got {}", self.plan, self.cost)
-        usable = np.arange(self.K) < most[:, None]
-        survival = np.where(usable, self.expected[slots].cumprod(1), -1.0)
-        depth, budget = draft_budget(survival, self.cost, self.plan == "adaptive")
+        if not self.planned[0] or self.estimator.steps % PLAN_EVERY == 0:
+            usable = np.arange(self.K) < most[:, None]
+            survival = np.where(usable, self.expected[slots].cumprod(1), -1.0)
+            self.planned = draft_budget(survival, self.cost, self.plan == "adaptive")
+        depth, budget = self.planned
         depths = np.minimum(most, depth)
         # What is never verified is never learned again: once a round some draft all.
         if self.estimator.steps % self.estimator.refit_every == 0:

@@ -1690,7 +1690,9 @@ def test_costs_are_measured_within_a_bounded_context(limit, monkeypatch):
 
 
 def test_memory_and_state_do_not_grow():
-    """A list kept for each step, or a hook left on the model, grows with the run (F44)."""
+    """A list kept for each step, or a hook left on the model, grows with the run (F44).
+
+    The 30 steps of a round would take 60 kB if they were kept."""
     lms = [av.SlotLM(m, 4, 8) for m in (cycle(16), cycle(16, wrong_at=(3,)))]
     decoder = av.Decoder(*lms, max_batch_size=4, max_length=8, num_speculative_tokens=3, seed=0,
                          cost=stairs(), estimator=av.AcceptanceEstimator(3))
@@ -1705,7 +1707,7 @@ def test_memory_and_state_do_not_grow():
         gc.collect()
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert sizes[3] - sizes[2] < 9_000 and lms[0].kv[0][0].shape[1] == 8
+    assert sizes[3] - sizes[2] < 20_000 and lms[0].kv[0][0].shape[1] == 8
 
 
 # ------------------------------------------------------------------------ the study's statistics
