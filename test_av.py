@@ -1771,13 +1771,6 @@ def test_logistic_fit_is_the_minimum():
     assert 3 < separable[0] < 20
 
 
-def test_bootstrap_resamples_requests():
-    """Labels of one request are no fresh draws: two requests, all 0 and all 1, give 0, 1/2 or 1."""
-    group, value = np.array([7] * 50 + [9] * 50), np.array([0.0] * 50 + [1.0] * 50)
-    draws = demo.bootstrap(group, lambda rows: value[rows].mean())
-    assert set(draws) == {0.0, 0.5, 1.0}
-
-
 def test_rules_that_look_at_the_drawn_token_are_biased():
     """The study must show what the worked examples say: 0.4 and 0.75 for 0.5, and shipped 0.5."""
     first_is_a = {rule: law[0] for rule, (law, _) in demo.biased_rules().items()}
