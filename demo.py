@@ -495,14 +495,14 @@ class Run:
 # ---- 3. The race: all arms take turns, so that noise falls on all of them alike.
 
 SPREAD = 40  # steps that spread requests which began together over their texts
+TURNS = 3  # slices of each arm in a round: a slow moment then slows all arms alike
 REFITS = 2  # of the estimator before a race, because its start knows no pair
 
 
 def after_steps(run: Run, load: int, steps: int, **more) -> av.Decoder:
     """A decoder that has drafted and verified all of K for some steps."""
     decoder, stream = run.decoder(load, **more), requests(run.pair, load, run.seed)
-    for i in range(steps):
-        status(f"{load} requests: step {i} of {steps} to begin with")
+    for _ in range(steps):
         av.refill(decoder, stream)
         decoder.step()
     return decoder
@@ -518,8 +518,7 @@ def fit(run: Run) -> av.AcceptanceEstimator:
 def measure(run: Run, load: int) -> av.CostTable:
     """The costs at a load, with contexts spread as those of the requests will be."""
     contexts = min(map(len, run.pair.prompts)), run.pair.longest - run.K - 1
-    # Steps of few requests are short, and differ by less than the noise of five.
-    repeats = 2 if run.quick else 15 if load < FEW else 5 if load <= 64 else 3
+    repeats = 2 if run.quick else 15 if load < 64 else 5 if load == 64 else 3
     return av.measure_costs(run.decoder(load), run.pair.prompts, repeats=repeats,
                             context_lengths=contexts)
 
@@ -545,7 +544,8 @@ class Arm:
         first = max((number for number, *_ in begun), default=-1) + 1
         later = itertools.islice(requests(run.pair, load, run.seed), first, None)
         self.requests = itertools.chain(begun, later)
-        self.seconds, self.ended = (0.2 + load / 400) / (1 + run.quick), 0
+        self.seconds = (0.2 + load / 400) / (1 + run.quick) / TURNS
+        self.tokens, self.spent = 0, 0.0  # of this round
         for _ in range(3 if run.quick else 10):
             self.step()
         self.steps.clear()
@@ -554,17 +554,22 @@ class Arm:
         """A step, the places of those that ended filled before it."""
         av.refill(self.decoder, self.requests)
         done = self.decoder.step()
-        self.ended += (self.decoder.request < 0).sum()
         self.steps.append(done)
         return done
 
     def slice(self):
-        """Steps for some time; or three requests, one of each text, if they are few."""
-        began, tokens, self.ended = self.now(), 0, 0
-        end = began + self.seconds
-        while self.ended < 3 if self.load < FEW else self.now() < end:
-            tokens += self.step().num_committed.sum()
-        self.rates.append(tokens / (self.now() - began))
+        """Steps for some time; or until a request has ended, if they are few."""
+        began, more = self.now(), True
+        while more:
+            self.tokens += self.step().num_committed.sum()
+            more = ((self.decoder.request >= 0).all() if self.load < FEW
+                    else self.now() < began + self.seconds)
+        self.spent += self.now() - began
+
+    def end_round(self):
+        """The rate of a round's slices."""
+        self.rates.append(self.tokens / self.spent)
+        self.tokens, self.spent = 0, 0.0
 
     def now(self) -> float:
         """Seconds, by a clock that stands still for what an arm need not pay for."""
@@ -603,10 +608,12 @@ def race(run: Run, load: int, cost: av.CostTable, arms: list[tuple], report: Cal
     begun = under_way(run, load)
     arms = [Arm(run, load, cost, begun, *arm) for arm in arms]
     try:
-        for i in range(run.rounds):
+        for i in range(run.rounds * TURNS):
+            status(f"{load} requests: {i / TURNS:.0f} of {run.rounds} rounds")
             for arm in arms[i % len(arms):] + arms[:i % len(arms)]:
-                status(f"{load} requests: round {i + 1} of {run.rounds}, {arm.name}")
                 arm.slice()
+                if i % TURNS == TURNS - 1:
+                    arm.end_round()
     finally:
         status()
         if all(arm.rates for arm in arms):
