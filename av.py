@@ -46,17 +46,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # The numbers that are a choice, and why. Those of the fit are its arguments.
-MAX_LOG_ODDS = 10.0  # features end here: float32 can't tell a surer q_max from 1
+MAX_LOG_ODDS = 10.0  # features end here: surer drafters differ in rounding only
 MIN_CURVATURE = 0.05  # of a label in the fit: `AcceptanceEstimator.observe` says why
-MAX_FIT_STEP = 3.0  # log-odds per refit: .95 to .05 takes two; 5 would overshoot less
+MAX_FIT_STEP = 3.0  # of a coefficient per refit: a switch takes two refits; 5 would overshoot
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
-MEMORY = 8  # drafts that renew half of what is expected: one batch, or 8 steps of one
-PLAN_EVERY = 4  # steps that a plan serves: it moves slowly, and takes 1 % of a step
+MEMORY = 8  # with 8 requests a step renews half of the forecast, with one a ninth
+PLAN_EVERY = 4  # steps that a plan serves: it changes slowly, and costs 1 % of a step
 COST_RATE = 0.05  # how far a step moves the cost factors: 20 steps follow the machine
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
-PROMPT = 16  # a row that is wider by more than this is attended alone, as a prompt
-WIDER = 4  # padded tokens that cost as much as attending to a row twice
-CALL = 1000  # cached tokens that cost as much as attending in one more call
+PROMPT = 16  # a row that is wider than usual by more than this is attended alone
+WIDER = 4  # the price of attending to a row once more, in padded tokens
+CALL = 1000  # the price of one more attention call, in cached tokens
 CONTEXT = 256  # costs are measured up to this length: to start soon, whatever the limit
 
 
@@ -81,7 +81,7 @@ def _number(name, value, low, high, kinds=(int, float)):
 
 def _token_ids(name, ids, V):
     ids = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
-    _check(isinstance(ids, (list, tuple)), f"{name} must be a list of ids, got {ids!r}")
+    _check(isinstance(ids, (list, tuple)), "{} must be a list of ids, got {!r}", name, ids)
     return [_number(f"a token of {name}", token, 0, V - 1, int) for token in ids]
 
 
@@ -101,9 +101,10 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     law = _softmax(logits, temperature)
     if 0 < top_k < law.shape[-1]:
         law = law.where(law >= law.topk(top_k).values[..., -1:], 0.0)
-    if top_p < 1:  # the least probable tokens go, which hold 1 - top_p at most
+    if top_p < 1:  # the least probable go, as long as they hold 1 - top_p at most
         on_cpu = law.device.type == "cpu"  # where numpy sorts several times faster
-        rising = torch.from_numpy(np.sort(law.numpy())) if on_cpu else law.sort()[0]
+        host = law.detach().numpy() if on_cpu else None
+        rising = torch.from_numpy(np.sort(host)) if on_cpu else law.sort().values
         rest = (1 - top_p) * law.sum(-1, keepdim=True)
         edge = torch.searchsorted(rising.cumsum(-1), rest, right=True)
         law = law.where(law >= rising.gather(-1, edge.clamp(max=law.shape[-1] - 1)), 0.0)
@@ -166,8 +167,8 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-odds of the likeliest token, (..., V) -> (...,), in +-MAX_LOG_ODDS.
 
     LOSSLESS: it reads the law, not the token drawn from it. It reads it before top-k
-    and top-p, which often leave one token: q_max = 1 says nothing. So does temperature
-    0, which is read as 1."""
+    and top-p, which often leave one token: q_max = 1 says nothing. Temperature 0 would
+    leave one, too, so the feature is then that of temperature 1."""
     _number("temperature", temperature, 0, 1e6)
     law = _softmax(logits, temperature)
     return (law.amax(-1) / law.sum(-1)).logit().clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
@@ -249,9 +250,9 @@ class CostTable:
     """Milliseconds of a step, linear between the points that were measured.
 
     draft: {passes: ms}, to draft so many tokens for each request. verify: {tokens: ms},
-    the rest of a step in which the target reads so many. Noise only adds time, so a size
-    costs no more than a larger one: a running minimum from the right. Beyond the last
-    point its slope goes on, or the cost in proportion if that is flat."""
+    the rest of a step in which the target reads so many. Noise only adds time: where a
+    larger size was faster, its time counts (a running minimum from the right). Beyond
+    the last point the last piece goes on; if that is flat, costs are proportional."""
 
     def __init__(self, draft, verify):
         self.curves = [self._curve("draft", draft), self._curve("verify", verify)]
@@ -289,14 +290,15 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
 
     survival: (R, K), as expected; negative where no draft can be used. The published
     rule drafts K; with `all_depths` the same equation chooses the depth too. Costs may
-    be a staircase, so all budgets are tried; of equals the smallest is taken. LOSSLESS: what
-    *earlier* steps let expect, as this step's survivals hang on the drafts themselves."""
+    be a staircase, so all budgets are tried, and the smallest of equals is taken.
+    LOSSLESS: survivals as forecast by *earlier* steps; those of this step depend on the
+    very drafts that are decided about."""
     R, K = survival.shape
     order = np.argsort(-survival, axis=None, kind="stable")  # slots, best first
     best, position = survival.flat[order], order % K
     passes = int((survival >= 0).any(0).sum())  # those that any request can use
     depths = np.arange(0 if all_depths else passes, passes + 1)
-    # One row per depth. Each column takes one more of the best slots that it has.
+    # A row per depth. Each column adds one more slot, if it lies within that depth.
     taken = np.pad((position < depths[:, None]) & (best >= 0), ((0, 0), (1, 0)))
     budgets = taken.cumsum(1)  # (depths, R * K + 1)
     tokens = R + (taken * np.append(0.0, best)).cumsum(1)
@@ -311,7 +313,7 @@ def trim(survival: np.ndarray, budget: int) -> np.ndarray:
 
     survival: (R, D), never rising along a request, so that its best slots are a prefix;
     -1 where nothing was drafted, and budget is at most what was. subtle: the sort is
-    stable, so ties go by position: prefixes stay whole, and tokens are not asked."""
+    stable, so ties go by position: prefixes stay whole, and no token breaks a tie."""
     _number("budget", budget, 0, survival.size, int)
     # LOSSLESS: a slot is outranked by survivals that its own draft cannot change.
     best = np.argsort(-survival.T, axis=None, kind="stable")[:budget]
@@ -416,7 +418,7 @@ class Decoder:
         p = warp(logits, **self.law)  # (R + sum(num_verified), V)
         accepted, next_tokens = verify(p, q, drafts, send(num_verified), self.generator)
         # 5. accept
-        finite = logits.amax().isfinite().expand(len(slots))
+        finite = logits.amax(-1).isfinite().all().expand(len(slots))
         outcome = torch.stack([accepted, next_tokens, finite.long()]).cpu().numpy()
         done = self.accept(slots, host_drafts, features, survival, num_verified, *outcome)
         self.tokens[send(slots), send(lengths + done.accepted)] = next_tokens
@@ -477,7 +479,7 @@ class Decoder:
         return (tokens[..., None] == self.eos).any(-1)
 
     def survival(self, features, drafts, depths):
-        """(R, D), 0 behind a drafted end. LOSSLESS: of drafts, it asks earlier ones."""
+        """(R, D), 0 behind an end token. LOSSLESS: each asks for earlier drafts only."""
         drawn = np.arange(drafts.shape[1]) < depths[:, None]
         if not np.isfinite(features[drawn]).all():
             raise FloatingPointError("the drafter gave logits that are not finite")
@@ -511,7 +513,7 @@ class Decoder:
             usual_step = self.estimator.steps % self.estimator.refit_every != 0
             self.estimator.observe(done.features, done.num_verified, done.accepted)
             c = self.estimator.predict(done.features)
-            gap = ((c - self.usual[:D]) * drawn).sum(0)
+            gap = np.where(drawn, c - self.usual[:D], 0.0).sum(0)
             self.usual[:D] += gap / (drawn.sum(0) + MEMORY)
             expected = np.tile(self.usual, (R, 1))
             expected[:, :D][drawn] = c[drawn]
@@ -546,7 +548,8 @@ class Ragged:
         offset, size, place = np.arange(len(row)) - first[row], 0, first.copy()
         self.calls, self.layers, self.masks = [], set(), {}
         for rows, width, keys in _attention_calls(counts, start + counts):
-            place[rows] = size + np.arange(len(rows)) * width  # its last call counts
+            # Of a row that is in several calls, the last one counts.
+            place[rows] = size + np.arange(len(rows)) * width
             size += len(rows) * width
             cache, column = slots[rows], np.arange(width)
             low, high = cache[0], cache[-1] + 1  # a slice is read without a copy
@@ -577,7 +580,7 @@ class Ragged:
 def _attention_calls(widths, ends):
     """[(rows, width, keys)]: all rows at the usual width and length, then again those a
     bit wider, and alone each longer one and each prompt."""
-    def usual(sizes, call):  # to pad to, if each larger one costs its size and a call
+    def usual(sizes, call):  # the best to pad to; each larger one costs `call` and itself
         sizes = np.sort(sizes)[::-1]
         longer = (sizes + call).cumsum() - sizes - call
         return max(1, int(sizes[np.argmin(len(sizes) * sizes + longer)]))
@@ -629,14 +632,14 @@ AttentionInterface.register("ragged", ragged_attention)
 #
 #    target.vocab_size, target.device
 #    target.logits(tokens, lengths, slots, num_verified) -> (r + sum(num_verified), V)
-#        Once a step: what follows the `lengths` first tokens of each slot, and each of
-#        its num_verified next ones.
-#    target.hidden (the same rows, H): what gave these, if it was told to `keep_hidden`.
+#        Once a step: the logits behind the text of each slot, which has `lengths`
+#        tokens, and behind each of its num_verified drafts.
+#    target.hidden (the same rows, H): what the head read, if told to `keep_hidden`.
 #    drafter.next_logits(tokens, lengths, slots, position, depth) -> (r, any width)
-#        For each position < depth: what follows `lengths` tokens, drafts included.
+#        For each position < depth: logits behind `lengths` tokens, drafts included.
 #        LOSSLESS: it may look at committed tokens, and at the drafts of its own slot.
-#    drafter.see(slots, hidden (r, H)): if there, after a step: what gave the newest
-#        tokens. A new request drafts nothing in its first step, as nothing was seen.
+#    drafter.see(slots, hidden (r, H)): optional. After a step it gets the state that gave
+#        each bonus token. A new request drafts nothing in its first step: none was seen.
 #    both.commit(slots, lengths): before a step; what is beyond is void. 0: a new text.
 class SlotLM:
     """A decoder-only transformers model and its KV cache over slots: target or drafter.
@@ -649,7 +652,8 @@ class SlotLM:
         self.model, self.device = model, model.device
         self.shape, self.kv = (num_slots, max_length), {}  # keys, values by layer
         self.vocab_size, self.readable, self.keep_hidden = *_vocabulary(model), False
-        configs = (m.config for m in model.modules() if hasattr(m, "config"))
+        configs = (m.config for m in model.modules() if hasattr(
+            getattr(m, "config", None), "_attn_implementation_internal"))
         self.configs = list({id(config): vars(config) for config in configs}.values())
         self.cached = np.zeros(num_slots, int)  # tokens of each slot
 
@@ -670,13 +674,16 @@ class SlotLM:
             from_last = counts.cumsum() - num_verified - 1  # (r,) of last known tokens
             at = np.arange(counts.sum())
             keep = _send(at[at >= from_last.repeat(counts)], self.device)
-        return self._forward(tokens, slots, counts, keep)
+        logits = self._forward(tokens, slots, counts, keep)
+        if len(logits) != len(slots) + num_verified.sum():
+            raise NotImplementedError(f"{type(self.model).__name__} ignores logits_to_keep")
+        return logits
 
     def _forward(self, tokens, slots, counts, keep):
         """Read the next counts (r,) tokens of each slot; logits of those to keep."""
         name, first = type(self.model).__name__, not self.kv
         self.batch = batch = Ragged(slots, self.cached[slots], counts, self.device)
-        # subtle: an id that only the target has is read as the last one; q may be any.
+        # subtle: an id that only the target has is read as the last one: any q is exact.
         ids = tokens[batch.slots, batch.positions].clamp(max=self.readable - 1)
         head, names = self.model.get_output_embeddings(), [
             config["_attn_implementation_internal"] for config in self.configs]
@@ -689,7 +696,7 @@ class SlotLM:
                 input_ids=ids[None], position_ids=batch.positions[None], cache=self,
                 use_cache=True, ragged=batch, logits_to_keep=keep)
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-            if not first:
+            if not first or isinstance(error, torch.OutOfMemoryError):
                 raise  # only a first pass may tell that the model is of the wrong kind
             raise NotImplementedError(f"{name} as a ragged batch: {error}") from error
         finally:  # the model is as it was, come what may
@@ -763,6 +770,7 @@ class HeadDrafter:
 # ---- 8. Measure, and generate.
 def refill(decoder: Decoder, requests):
     """Fill free slots from an iterator of (number, prompt, max_new_tokens)."""
+    # subtle: zip asks for a slot first, so no request is taken that has none.
     for _, request in zip(np.flatnonzero(decoder.request < 0), requests):
         decoder.add(*request)
 
@@ -770,21 +778,21 @@ def refill(decoder: Decoder, requests):
 def measure_costs(decoder, prompts, *, context_lengths=None, repeats=5) -> CostTable:
     """Time steps of an idle decoder in which all draft and verify 0, 1, 2, 3, 5, 7, K.
 
-    context_lengths: from, to. They are spread over the slots as real ones are, because
-    attention reads up to the longest. Default: from the shortest prompt to CONTEXT.
-    Prompts are repeated to that length. Of `repeats` times, after a warm-up, the least
-    counts."""
+    context_lengths: (least, most), spread over the slots as in a real batch, as attention
+    reads up to the longest. Default: the shortest prompt, CONTEXT. Prompts are repeated
+    up to there. Of `repeats` times, after a warm-up, the least counts."""
     B, K = len(decoder.tokens), len(decoder.q)
     room = decoder.tokens.shape[1] - K - 1  # for the prompt
     high = max(1, min(room, CONTEXT))
     low, high = context_lengths or (min([high, *map(len, prompts)]), high)
     _check(K > 0 and repeats > 0 and len(prompts) and 1 <= low <= high <= room,
-           f"to measure takes K, repeats, prompts and contexts in 1..{room}, "
-           f"got {K}, {repeats}, {prompts} and {low, high}")
+           "to measure takes K, repeats, prompts and contexts in 1..{}, got {}, {}, {} "
+           "and {}", room, K, repeats, prompts, (low, high))
     _check((decoder.request < 0).all(), f"decoder must be idle, has {decoder.request}")
     contexts = np.linspace(low, high, B).astype(int)
     probe = copy.copy(decoder)  # which shares models and slots, and learns nothing
     probe.plan, probe.cost, probe.estimator = "fixed", None, None
+    probe.eos = probe.eos[:0]  # an end token would make a step shorter
     probe.generator = torch.Generator(probe.device).manual_seed(0)
     for i, n in enumerate(contexts):
         prompt = np.asarray(prompts[i % len(prompts)]).tolist()
@@ -801,8 +809,10 @@ def measure_costs(decoder, prompts, *, context_lengths=None, repeats=5) -> CostT
     # Smaller batches too, for the times when requests run out.
     shapes = [(B, d) for d in range(K + 1) if d in (0, 1, 2, 3, 5, 7, K)]
     shapes += [(n, 0) for n in {1, -(-B // 4), -(-B // 2)} - {B}]
-    times = [[time_step(*shape) for shape in shapes] for _ in range(repeats + 1)]
-    decoder.request[:] = -1
+    try:
+        times = [[time_step(*shape) for shape in shapes] for _ in range(repeats + 1)]
+    finally:
+        decoder.request[:] = -1
     drafting, rest = np.min(times[1:], 0).T
     return CostTable({d: ms for (_, d), ms in zip(shapes, drafting) if d},
                      {n * (1 + d): ms for (n, d), ms in zip(shapes, rest)})
@@ -828,10 +838,11 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     max_new_tokens: one number, or one per prompt. num_speculative_tokens: K; 0 is plain
     decoding. max_batch_size: requests at once; who ends is replaced. eos_token_id: none,
     one or several. estimator, cost: to go on with; otherwise fresh, and measured now.
-    on_step: gets each `Step`, may return the numbers of requests to end. law: the
+    on_step: gets each `Step`, may return the numbers of running requests to end. law:
     temperature, top_k, top_p of both models, whose generation configs are not read.
     Same inputs and seed: same tokens, unless a cost table learns from the clock: then
-    the same law. NotImplementedError: unfit models. FloatingPointError: bad logits."""
+    the same law. ValueError, NotImplementedError: unfit input or models.
+    FloatingPointError: logits that are not finite."""
     own = hasattr(drafter, "next_logits") or not num_speculative_tokens
     requests = _check_requests(target, drafter, own, prompts, max_new_tokens)
     _check(on_step is None or callable(on_step), f"on_step must be callable: {on_step}")
@@ -872,14 +883,15 @@ def _check_requests(target, drafter, own, prompts, max_new_tokens):
         _check_model(name, model)
         _check(model.device == target.device,
                f"{name} must be on {target.device} as the target, is on {model.device}")
-    (V, _), *others = map(_vocabulary, models.values())
+    (V, readable), *others = map(_vocabulary, models.values())
+    _check(readable >= V, f"target must read all of its {V} tokens, reads {readable}")
     if others and others[0][0] != V:
         warnings.warn(f"vocabularies of {V} (target) and {others[0][0]} (drafter): "
                       "what only one of them has is never drafted", stacklevel=3)
     limit = min(getattr(model.config, "max_position_embeddings", 0) or 2**31
                 for model in models.values())
     _check(isinstance(prompts, (list, tuple)) or getattr(prompts, "ndim", 0) == 2,
-           f"prompts must be lists of token ids, got {prompts!r}")
+           "prompts must be lists of token ids, got {!r}", prompts)
     new = getattr(max_new_tokens, "tolist", lambda: max_new_tokens)()
     new = new if isinstance(new, (list, tuple)) else [new] * len(prompts)
     _check(len(new) == len(prompts),

@@ -518,7 +518,7 @@ def fit(run: Run) -> av.AcceptanceEstimator:
 def measure(run: Run, load: int) -> av.CostTable:
     """The costs at a load, with contexts spread as those of the requests will be."""
     contexts = min(map(len, run.pair.prompts)), run.pair.longest - run.K - 1
-    repeats = 2 if run.quick else 15 if load < 64 else 5 if load == 64 else 3
+    repeats = 2 if run.quick else 15 if load < 64 else 10 if load == 64 else 4
     return av.measure_costs(run.decoder(load), run.pair.prompts, repeats=repeats,
                             context_lengths=contexts)
 
