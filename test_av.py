@@ -1849,3 +1849,22 @@ def test_the_readme_runs():
     blocks = re.findall(r"```python\n(.*?)```", (here / "README.md").read_text(), re.S)
     assert blocks
     subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True, cwd=here, timeout=100)
+
+
+def test_the_picture_in_the_readme():
+    """A budget in the README that can't be redone by hand from its numbers teaches nothing."""
+    text = (pathlib.Path(av.__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^  request \d+ +((?:0\.\d\d +){6}0\.\d\d)$", text, re.M)
+    best = sorted((float(s) for row in rows for s in row.split()), reverse=True)
+    draft = float(re.search(r"to draft 7: ([\d.]+)", text)[1])
+    verify = {int(n): float(ms) for n, ms in re.findall(r"T\((\d+)\) = ([\d.]+)", text)}
+    budget, tokens, rate = re.search(r"^ +(\d+) +([\d.]+) .* ([\d.]+) +<- the budget", text,
+                                     re.M).groups()
+
+    def per_ms(b):
+        ms = draft + np.interp(len(rows) + b, [*verify], [*verify.values()])
+        return (len(rows) + sum(best[:b])) / ms
+
+    assert len(rows) == 4 and max(range(len(best) + 1), key=per_ms) == int(budget)
+    assert per_ms(int(budget)) == pytest.approx(float(rate), abs=1e-3)
+    assert float(tokens) == pytest.approx(len(rows) + sum(best[:int(budget)]), abs=0.02)
