@@ -834,6 +834,29 @@ def test_a_step_that_raised_can_be_repeated(drafter, fails, idea):
     assert raised == len(fails)
 
 
+def test_an_error_leaves_no_trace_in_the_forecasts(idea):
+    """A NaN behind a request's last draft would make all forecasts NaN, and end all drafting."""
+    broken = [True]
+    Q = Table(lambda text: EVEN(text) * (math.nan if broken and len(text) == 2 else 1), 2)
+    decoder = start(idea, Q, EVEN, {1: 1.0, 6: 1.1}, [(0,), (0,)], 2, plan="verification")
+    with pytest.raises(FloatingPointError, match="drafter"):
+        decoder.step()
+    broken.clear()
+    decoder.request[0] = -1
+    decoder.add(2, [0], 2)  # it drafts one token, and the other request two
+    assert (decoder.step().survival >= 0).sum(1).tolist() == [1, 2]
+    assert np.isfinite(decoder.usual).all() and np.isfinite(decoder.expected).all()
+
+
+def test_a_row_without_any_likely_token_is_named(idea):
+    """A row of -inf beside finite ones has no law, and some token would be drawn from it."""
+    decoder = start(idea, Table(EVEN, 2), lambda text: EVEN(text) * (len(text) == 1),
+                    {1: 1.0}, [(0,), (1, 1)], 1, plan="fixed")
+    decoder.ends[:] = decoder.lengths + 1  # nothing to draft
+    with pytest.raises(FloatingPointError, match="target"):
+        decoder.step()
+
+
 # ==== Part II: on transformers models.
 PLANS = ["fixed", "verification", "adaptive"]
 torch.set_num_threads(1)  # small models: threads would wait for each other
@@ -1657,7 +1680,8 @@ def test_costs_are_the_least_of_the_repeats_at_the_shapes_that_run(monkeypatch):
     drafter.model.embed_tokens.register_forward_hook(clock(2, 0.25))
     estimator = av.AcceptanceEstimator(8)
     decoder = av.Decoder(av.SlotLM(target, 4, 60), av.SlotLM(drafter, 4, 60), max_batch_size=4,
-                         max_length=60, num_speculative_tokens=8, estimator=estimator)
+                         max_length=60, num_speculative_tokens=8, estimator=estimator,
+                         eos_token_ids=[*range(64)])  # which would end each step's drafts
     state = lambda: copy.deepcopy([x.tolist() for x in (
         decoder.generator.get_state(), decoder.expected, decoder.usual, estimator.sums,
         decoder.request)]) + [estimator.steps, decoder.plan, decoder.cost]
