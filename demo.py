@@ -4,10 +4,9 @@
 It shows what a step costs here; one real step as a grid, with its budget worked out; a
 text being written; THE TABLE of plain decoding, fixed K, the published rule
 (verification) and adaptive, which also chooses how far to draft; and whether the
-estimator is right. `sweep` tries every fixed K, `study` compares drafters and repeats
-the published study. No GPU and no network are needed: a small pair, whose tokens are
-bytes, is trained on first use. `--target NAME --draft NAME` takes any two causal LMs of
-one vocabulary, by hub name or folder.
+estimator is right. `sweep` tries every fixed K, `study` compares drafters, features and
+fits. No GPU and no network are needed: a small pair on bytes is trained on first use.
+`--target NAME --draft NAME` takes any two causal LMs of one vocabulary.
 """
 import argparse
 import copy
@@ -37,10 +36,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import av
 
 
-# ---- 1. The built-in pair: a Llama on bytes and a drafter for it, trained on first use.
+# ---- 1. The built-in pair: a Llama on bytes and a drafter, trained on first use.
 
 LENGTH = 256  # bytes per training sequence: positions beyond it are untrained
-BATCH = 9  # sequences, three of each workload
 DEPTH = 7  # drafts per step that the drafters learn to make
 STRIDE = 4  # drafters learn at every fourth byte: its neighbours teach much the same
 VOCAB = 256
@@ -75,9 +73,8 @@ def workloads(held_out: bool = False) -> dict[str, bytes]:
 
 
 class Block(nn.Module):
-    """Drafts a whole block in one pass, from the target's hidden state (DFlash-like).
-
-    biased: the token drawn before a position adds to its logits (DSpark-like)."""
+    """Drafts a whole block in one pass, from the target's hidden state (DFlash-like);
+    if biased, the token drawn before a position adds to its logits (DSpark-like)."""
 
     def __init__(self, hidden_size: int, biased: bool = True):
         super().__init__()
@@ -164,9 +161,7 @@ def drafting(drafter: nn.Module, hidden: Tensor, token: Tensor) -> Callable:
 
 
 def loss_of(target, drafter=None) -> Callable:
-    """A function of (ids, fraction of the time): what to descend, and a text to show.
-
-    A drafter learns the target's laws p, as if the drafts before had been the text."""
+    """A function of (ids, fraction of the time): what to descend, a text to show."""
     starts = itertools.cycle(range(STRIDE))
 
     def target_loss(ids, fraction):
@@ -174,7 +169,7 @@ def loss_of(target, drafter=None) -> Callable:
         nats = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         return nats, f"target: {nats:.2f} nats per byte"
 
-    def drafter_loss(ids, fraction):
+    def drafter_loss(ids, fraction):  # as if the drafts before had been the text
         text, imitation, accepted = ids[:, :-1], 0.0, []
         with torch.no_grad():
             hidden = target.model(input_ids=text, use_cache=False).last_hidden_state
@@ -201,10 +196,9 @@ def loss_of(target, drafter=None) -> Callable:
 
 
 def train(model, loss: Callable, seconds: float, device: torch.device) -> int:
-    """Train until the time is up; the number of steps that this took.
-
-    Muon for the matrices inside, AdamW for embeddings, norms and output heads."""
+    """Train until the time is up; the number of steps that this took."""
     generator, texts = torch.Generator().manual_seed(0), list(workloads().values())
+    # Muon for the matrices inside, AdamW for embeddings, norms and output heads.
     rest = {name: weight for name, weight in model.named_parameters()
             if weight.ndim != 2 or "embed" in name or "head" in name}
     inner = [weight for name, weight in model.named_parameters() if name not in rest]
@@ -218,7 +212,7 @@ def train(model, loss: Callable, seconds: float, device: torch.device) -> int:
 
     def batch():
         rows = []  # sequences from random places, the texts in turns
-        for text in texts * (BATCH // len(texts)):
+        for text in texts * 3:
             at = int(torch.randint(len(text) - LENGTH, (), generator=generator))
             rows.append(list(text[at:at + LENGTH + 1]))
         return torch.tensor(rows).to(device)
@@ -319,9 +313,10 @@ def restore(name: str, model: nn.Module) -> bool:
     try:
         kept = torch.load(file, map_location="cpu", weights_only=True)
         weights = kept["weights"]
-        copy.deepcopy(model).load_state_dict(weights)  # the trial: names and shapes
-        assert kept["checksum"] == checksum(weights)
-        assert all(w.isfinite().all() for w in weights.values())
+        finite = all(w.isfinite().all() for w in weights.values())
+        copy.deepcopy(model).load_state_dict(weights)  # raises if of other shapes
+        if kept["checksum"] != checksum(weights) or not finite:
+            raise ValueError
         model.load_state_dict(weights)
         return True
     except Exception:  # whatever is wrong, the cure is the same
@@ -483,6 +478,10 @@ class Run:
     quick: bool
     estimator: av.AcceptanceEstimator | None = None  # fitted, by `fit`
 
+    def depths(self) -> list[int]:
+        """Drafts of each request at which costs are measured."""
+        return [d for d in range(self.K + 1) if d in (0, 1, 2, 3, 5, 7, self.K)]
+
     def decoder(self, load: int, plan="fixed", K=None, cls=av.Decoder, **more):
         """An idle decoder for `load` requests at once; K = 0 is plain decoding."""
         pair, K = self.pair, self.K if K is None else K
@@ -494,9 +493,7 @@ class Run:
 
 # ---- 3. The race: all arms take turns, so that noise falls on all of them alike.
 
-SPREAD = 40  # steps that spread requests which began together over their texts
 TURNS = 3  # slices of each arm in a round: a slow moment then slows all arms alike
-REFITS = 2  # of the estimator before a race, because its start knows no pair
 
 
 def after_steps(run: Run, load: int, steps: int, **more) -> av.Decoder:
@@ -509,27 +506,19 @@ def after_steps(run: Run, load: int, steps: int, **more) -> av.Decoder:
 
 
 def fit(run: Run) -> av.AcceptanceEstimator:
-    """An estimator that has seen this pair."""
+    """An estimator that has seen this pair, as its start knows none: for two refits."""
     load, estimator = min(16, max(run.loads)), av.AcceptanceEstimator(run.K)
-    after_steps(run, load, REFITS * estimator.refit_every, estimator=estimator)
+    after_steps(run, load, 2 * estimator.refit_every, estimator=estimator)
     return estimator
 
 
 def measure(run: Run, load: int) -> av.CostTable:
     """The costs at a load, with contexts spread as those of the requests will be."""
+    status(f"{load} requests: measuring costs")
     contexts = min(map(len, run.pair.prompts)), run.pair.longest - run.K - 1
     repeats = 2 if run.quick else 15 if load < 64 else 10 if load == 64 else 4
     return av.measure_costs(run.decoder(load), run.pair.prompts, repeats=repeats,
                             context_lengths=contexts)
-
-
-def under_way(run: Run, load: int) -> list[tuple]:
-    """Requests (number, text so far, tokens to come) that every arm starts from."""
-    steps = 1 if load < FEW else SPREAD // 4 if run.quick else SPREAD
-    decoder = after_steps(run, load, steps)
-    return [(int(decoder.request[i]), decoder.tokens[i, :n].tolist(), int(end - n))
-            for i, (n, end) in enumerate(zip(decoder.lengths, decoder.ends))
-            if decoder.request[i] >= 0]
 
 
 class Arm:
@@ -605,7 +594,11 @@ def contestants(run: Run, fixed: list[int]) -> list[tuple]:
 
 def race(run: Run, load: int, cost: av.CostTable, arms: list[tuple], report: Callable):
     """Let the arms take turns; then `report(load, arms)`, after Ctrl-C too."""
-    begun = under_way(run, load)
+    # All begin with requests (number, text, tokens to come) that are spread over texts.
+    ahead = after_steps(run, load, 1 if load < FEW else 10 if run.quick else 40)
+    begun = [(int(ahead.request[i]), ahead.tokens[i, :n].tolist(), int(end - n))
+             for i, (n, end) in enumerate(zip(ahead.lengths, ahead.ends))
+             if ahead.request[i] >= 0]
     arms = [Arm(run, load, cost, begun, *arm) for arm in arms]
     try:
         for i in range(run.rounds * TURNS):
@@ -636,9 +629,8 @@ def introduce(run: Run):
     pair, law, c = run.pair, run.law, run.pair.target.config
     target, drafter = [sum(w.numel() for w in model.parameters()) / 1e6
                        for model in (pair.target, pair.drafter)]
-    machine = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    if pair.target.device.type == "cuda":
-        machine = torch.cuda.get_device_name()
+    machine = (torch.cuda.get_device_name() if torch.cuda.is_available() else
+               f"{platform.machine()} CPU, {torch.get_num_threads()} threads")
     print("QUICK: a check, with nothing to quote\n" * run.quick
           + f"machine   {machine}, torch {torch.__version__}\n"
           f"pair      {pair.name}, {len(pair.prompts)} prompts\n"
@@ -649,23 +641,18 @@ def introduce(run: Run):
           f"{law['top_p']:g}, seed {run.seed}", flush=True)
 
 
-def depths(K: int) -> list[int]:
-    """Drafts of each request at which costs are measured."""
-    return [d for d in range(K + 1) if d in (0, 1, 2, 3, 5, 7, K)]
-
-
 def print_costs(run: Run, loads: list[int]) -> dict[int, av.CostTable]:
     """Measure and show what a step costs: {requests: table}."""
-    title("What a step costs here, in ms: drafting, and the rest of a step, in which the",
+    title("What a step costs here, in ms: drafting, and the rest of it, in which the",
           "target reads a token and so many drafts of each request",
           f"requests   draft 1 draft {run.K}  |"
-          + "".join(f"{d:7}" for d in depths(run.K)) + "   per draft")
+          + "".join(f"{d:7}" for d in run.depths()) + " per draft")
     costs = {load: measure(run, load) for load in loads}
     for load, cost in costs.items():
-        ms = [float(cost.verify_ms(load * (1 + d))) for d in depths(run.K)]
+        ms = [float(cost.verify_ms(load * (1 + d))) for d in run.depths()]
         print(f"{load:8}{cost.draft_ms(1):10.2f}{cost.draft_ms(run.K):8.2f}  |"
               + "".join(f"{x:7.2f}" for x in ms)
-              + f"{(ms[-1] - ms[0]) / load / run.K:12.3f}", flush=True)
+              + f"{(ms[-1] - ms[0]) / load / run.K:10.3f}", flush=True)
     return costs
 
 
@@ -674,24 +661,25 @@ def print_one_step(run: Run, cost: av.CostTable):
     title(f"One real step of {PICTURE} requests, by the published rule (verification)")
     arm = Arm(run, PICTURE, cost, [], "a step", run.K, "verification")
     decoder, estimator = arm.decoder, arm.decoder.estimator
-    for _ in range(300):
+    for tries in range(300):
         survival = decoder.expected.cumprod(1).round(2)
         draft = round(float(decoder.cost.draft_ms(run.K)), 2)
         verify = {n: round(float(decoder.cost.verify_ms(n)), 2)
-                  for n in (PICTURE * (1 + d) for d in depths(run.K))}
+                  for n in (PICTURE * (1 + d) for d in run.depths())}
         room = (decoder.request >= 0) & (decoder.ends - decoder.lengths > run.K)
         usual = room.all() and estimator.steps % estimator.refit_every
         done = arm.step()
         _, budget = av.draft_budget(survival, av.CostTable({run.K: draft}, verify))
         if (usual and budget == done.num_verified.sum() and done.accepted.any()
                 and (done.accepted < done.num_verified).any()
+                and (budget < survival.size or tries > 150)  # trimmed, if it ever is
                 and done.survival.shape[1] == run.K and (done.survival >= 0).all()):
             break
     else:
         return print("  (no step found with a budget that rounded numbers give, too)")
     R, K = survival.shape
-    print("plan: survivals that earlier steps let expect: the chance that this and all "
-          f"drafts\nbefore it are accepted{'of draft 1 to':>55} {K}")
+    print("plan: survivals that earlier steps let expect: chances that this and all\n"
+          f"drafts before it are accepted{'of draft 1 to':>48} {K}")
     for number, row in zip(done.requests, survival):
         print(f"  request {number:<8}" + "".join(f"{s:8.2f}" for s in row))
     print(f"costs in ms: to draft {K}: {draft:.2f}; to verify, linear between\n  "
@@ -713,7 +701,7 @@ def print_one_step(run: Run, cost: av.CostTable):
               + "".join(f"{s:7.2f}{mark}" for s, mark in zip(row, marks))
               + f"  {accepted}+1")
     print(f"accept: {done.accepted.sum()} drafts and {R} tokens of the target's own in "
-          f"{done.ms:.2f} ms; {tokens[budget]:.1f} in {ms[budget]:.2f} were expected")
+          f"{done.ms:.2f} ms;\n{tokens[budget]:.1f} in {ms[budget]:.2f} were expected")
 
 
 def quoted(pair: Pair, before: list[int], ids: list[int], width: int = 68) -> str:
@@ -815,7 +803,6 @@ def show(run: Run, args):
     run.estimator = fit(run)
     print_one_step(run, costs[PICTURE])
     print_text(run, costs[load], load)
-
     print_race(
         run, costs, [0, min(2, run.K), run.K], lambda arms: arms[0], print_estimator,
         "gain: over plain decoding, ratio of the medians [least..most of the rounds];",
@@ -826,14 +813,13 @@ def show(run: Run, args):
           "  python demo.py --drafter head  drafts made one by one: less to gain?")
 
 
-# ---- 5. `python demo.py sweep`: is adaptive on the frontier, or does some fixed K beat it?
+# ---- 5. `python demo.py sweep`: is adaptive on the frontier, or is some fixed K?
 
 
 def sweep(run: Run, args):
     """Every fixed K and both rules at each load."""
     costs = print_costs(run, run.loads)
     run.estimator = fit(run)
-
     print_race(run, costs, range(run.K + 1), best_fixed, partial(frontier, args.csv),
                "gain: over the best fixed K, ratio of medians [least..most of rounds]")
     for load in sorted({1, 16, 64} & {*run.loads}) if args.peers else ():
@@ -854,15 +840,15 @@ def frontier(file: str | None, results: dict[int, list[Arm]]):
         grid[height - y, x] = arm.name[0].upper() if rule else str(arm.K % 10)
     for row in grid:
         print(f"  |{''.join(row).rstrip()}")
-    print(f"  +{'-' * width}\n   {low[0]:.0f} to {high[0]:.0f}; up: {low[1]:.0f} to "
-          f"{high[1]:.0f} tokens per second")
+    print(f"  +{'-' * width}\n   right: {low[0]:.0f} to {high[0]:.0f} tokens/s of each "
+          f"request; up: {low[1]:.0f} to {high[1]:.0f} in all")
     if file:
-        with open(file, "w") as out:
-            print("load,arm,tokens_per_s,least,most,accept_length,drafted,verified",
-                  file=out)
-            for arm in arms:
-                numbers = arm.rate, min(arm.rates), max(arm.rates), *arm.per_step()
-                print(arm.load, arm.name, *np.round(numbers, 3), sep=",", file=out)
+        lines = ["load,arm,tokens_per_s,least,most,accept_length,drafted,verified"]
+        for arm in arms:
+            numbers = arm.rate, min(arm.rates), max(arm.rates), *arm.per_step()
+            cells = arm.load, arm.name, *np.round(numbers, 3)
+            lines.append(",".join(map(str, cells)))
+        pathlib.Path(file).write_text("\n".join(lines) + "\n")
 
 
 def peers(run: Run, load: int, cost: av.CostTable):
@@ -1000,8 +986,7 @@ def head_inputs(decoder, features, drafts, depths) -> np.ndarray:
 
 
 def collect(run: Run) -> tuple[dict, dict, list[av.Step]]:
-    """What is known, {what: (n, ...)}, of drafts of even prompts, to fit on, and of odd
-    ones, to score, as all are verified; and the steps."""
+    """{what: (n, ...)} of drafts of even prompts, and of odd ones; and the steps."""
     now, parts, steps, load, ceiling = {}, [], [], max(run.loads), truth(run)
 
     def look(decoder, features, drafts, depths):
@@ -1035,14 +1020,10 @@ def collect(run: Run) -> tuple[dict, dict, list[av.Step]]:
              for odd in range(2)), steps
 
 
-# Fits: a slope (or several) and then an intercept per position, in one array.
-
-
 def batch_fit(K: int, drafts: dict, name="logit q_max") -> np.ndarray:
-    """The best fit of a feature to all labels at once."""
-    ridge = 1.0 if name == "trained head" else 1e-6
+    """The best fit to all labels: a feature's slopes, an intercept per position."""
     x = design(drafts[name], drafts["position"], K)
-    return fit_logistic(x, drafts["seen"], ridge)
+    return fit_logistic(x, drafts["seen"], 1.0 if name == "trained head" else 1e-6)
 
 
 def chances(K: int, drafts: dict, theta: np.ndarray, name="logit q_max") -> np.ndarray:
@@ -1055,8 +1036,8 @@ def online_fit(run: Run, steps: list[av.Step], most=None, **settings) -> np.ndar
     estimator = av.AcceptanceEstimator(run.K, **settings)
     for done in steps:
         rows = np.flatnonzero(done.requests % len(run.pair.prompts) % 2 == 0)[:most]
-        estimator.observe(done.features[rows], done.num_verified[rows],
-                          done.accepted[rows])
+        labels = done.features, done.num_verified, done.accepted
+        estimator.observe(*(x[rows] for x in labels))
     return np.append(estimator.slope, estimator.intercepts)
 
 
@@ -1070,14 +1051,12 @@ def print_kinds(run: Run) -> tuple:
     """How each kind of drafter is accepted; what `collect` gave of the pair's own."""
     K, kinds = run.K, dict.fromkeys([run.pair.kind, *(KINDS if run.pair.kinds else [])])
     for kind in kinds:
-        pair = run.pair if kind == run.pair.kind else byte_pair(
-            run.pair.target.device, kind, run.quick, [], run.seed)
-        mine = replace(run, pair=pair)
+        mine = run if kind == run.pair.kind else replace(run, pair=byte_pair(
+            run.pair.target.device, kind, run.quick, [], run.seed))
         mine.estimator = fit(mine)
         kinds[kind] = mine, *collect(mine)
     title(f"Kinds of drafters: all {K} drafts verified, {max(run.loads)} requests",
-          "accepted: of the drafts before which all were accepted, draft 1 to K",
-          "AUC, ECE: of the online fit, on other prompts; slope: of all labels at once")
+          "accepted: draft 1 to K, if all before it were; AUC, ECE: of the online fit")
     line("", "length", "AUC", "ECE", "slope")
     for kind, (_, fitted, held, steps) in kinds.items():
         theta = batch_fit(K, fitted)
@@ -1112,23 +1091,22 @@ def print_features(run: Run, fitted: dict, held: dict, steps: list[av.Step]):
     title(f"Which feature tells what will be accepted? Drafter: {run.pair.kind}",
           f"fitted on half of the prompts, scored on {len(held['seen']):,} drafts of "
           "others", "trained head: DSpark's, on the block; truth: sum(min(p, q))")
-    line("", "AUC", "log-loss", "ECE")
+    line("", "AUC", "logloss", "ECE")
     predicted = {name: chances(run.K, held, batch_fit(run.K, fitted, name), name)
                  for name in fitted if name not in ("seen", "position", "prompt")}
     predicted["truth"] = sigmoid(held["truth"])
-    for name in predicted:
-        scores(name, predicted[name])
+    for name, chance in predicted.items():
+        scores(name, chance)
     scores("q_max without a fit", sigmoid(held["logit q_max"]))
-    print("the online fit of logit q_max")
+    print("online fits of logit q_max, refitted every n steps; few: of one request")
     for n, most, damping in (50, None, 50), (10, None, 50), (10, 1, 50), (10, 1, 0):
+        name = f"  every {n}, damp {damping}{', few' * bool(most)}"
         theta = online_fit(run, steps, most, refit_every=n, damping=damping)
-        scores(f"  every {n}, damping {damping}" + ", few" * bool(most),
-               chances(run.K, held, theta))
+        scores(name, chances(run.K, held, theta))
     print("AUC by position")
-    for name in ("logit q_max", "trained head", "truth"):
-        if name in predicted:
-            here = [held["position"] == i for i in range(run.K)]
-            line("  " + name, *(auc(held["seen"][i], predicted[name][i]) for i in here))
+    here = [held["position"] == i for i in range(run.K)]
+    for name, chance in predicted.items():
+        line("  " + name, *(auc(held["seen"][i], chance[i]) for i in here))
 
 
 def biased_rules() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -1150,13 +1128,11 @@ def biased_rules() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
     def trimmed(drafts, budget=None):  # with q_max itself as the confidence
         survival = np.cumprod([[two[drafts[:i]].max() for i in range(2)]], 1)
-        if budget is None:
-            _, budget = av.draft_budget(survival, cost)
+        budget = av.draft_budget(survival, cost)[1] if budget is None else budget
         return av.trim(survival, budget).item()
 
     laws = {"verify if q(drawn token) >= 0.5": law(one, 1, lambda x: one[()][x] >= 0.5),
-            "verify if q_max >= 0.5 (in use)": law(
-                one, 1, lambda x: one[()].max() >= 0.5),
+            "verify if q_max >= 0.5 (in use)": law(one, 1, lambda _: max(one[()]) > .5),
             "budget from this step's survivals": law(two, 2, trimmed)}
     for budget in range(3):
         laws[f"a budget of {budget} from before (in use)"] = law(
@@ -1181,7 +1157,7 @@ def print_ingredients(run: Run, fitted: dict):
         arms.append((name, K, "verification", {"estimator": still, "cls": given(look)}))
     title(f"What a good confidence buys: verification, {load} requests at once",
           f"gain over fixed {K}, its least and most of the rounds")
-    line("", "tokens/s", "gain", "least", "most", "out", "verified")
+    line("", "tokens/s", "gain", "least", "most", "out", "checked")
 
     def report(load, arms):
         for arm in arms:
@@ -1196,7 +1172,8 @@ def study(run: Run, args):
         raise ValueError("the study fits on some prompts and scores on others: give 2")
     fitted, held, steps = print_kinds(run)
     print_features(run, fitted, held, steps)
-    title("Does the slope follow the text, or the first intercept?")
+    if run.pair.kinds:
+        title("Slope and first intercept by kind of text: which of them follows it?")
     for i, kind in enumerate(run.pair.kinds):
         here = fitted["prompt"] % len(run.pair.kinds) == i
         line(kind, *batch_fit(run.K, {name: x[here] for name, x in fitted.items()})[:2])
@@ -1240,6 +1217,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--target and --draft go together")
     if args.target is None and args.drafter.startswith("block") and args.k > DEPTH:
         parser.error(f"the built-in block drafts {DEPTH} tokens at most")
+    if args.command != "sweep" and (args.csv or args.peers):
+        parser.error("--csv and --peers belong to sweep")
     try:  # now, not after the measurement
         args.loads = sorted({int(n) for n in args.loads.split(",")})
         if min(args.k, args.rounds, *args.loads) < 1:
