@@ -33,7 +33,7 @@ the target, and the text would hold too many of the likely ones.
 
 Laws and tokens are tensors on the models' device; the host decides, in numpy. Sections 3
 and 4 are acceptance_estimator.py and adaptive_verification.py in vLLM's
-`v1/worker/gpu/spec_decode/`. What is out of range raises ValueError, everywhere.
+`v1/worker/gpu/spec_decode/`. Input that is out of range raises ValueError.
 """
 import copy
 import time
@@ -57,6 +57,7 @@ PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
 PROMPT = 16  # a row that is wider than usual by more than this is attended alone
 WIDER = 4  # the price of attending to a row once more, in padded tokens
 CALL = 1000  # the price of one more attention call, in cached tokens
+DEPTHS = 0, 1, 2, 3, 5, 7  # drafts of each request at which costs are measured; and K
 CONTEXT = 256  # costs are measured up to this length: to start soon, whatever the limit
 
 
@@ -102,9 +103,10 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     if 0 < top_k < law.shape[-1]:
         law = law.where(law >= law.topk(top_k).values[..., -1:], 0.0)
     if top_p < 1:  # the least probable go, as long as they hold 1 - top_p at most
-        on_cpu = law.device.type == "cpu"  # where numpy sorts several times faster
-        host = law.detach().numpy() if on_cpu else None
-        rising = torch.from_numpy(np.sort(host)) if on_cpu else law.sort().values
+        if law.device.type == "cpu":  # where numpy sorts several times faster
+            rising = torch.from_numpy(np.sort(law.detach().numpy()))
+        else:
+            rising = law.sort().values
         rest = (1 - top_p) * law.sum(-1, keepdim=True)
         edge = torch.searchsorted(rising.cumsum(-1), rest, right=True)
         law = law.where(law >= rising.gather(-1, edge.clamp(max=law.shape[-1] - 1)), 0.0)
@@ -334,7 +336,7 @@ class Step:
     survival: np.ndarray  # (R, D) as estimated, -1 where nothing was drafted
     ms: float = np.nan  # what the step took
     draft_ms: float = np.nan  # and of it, drafting
-    expected_ms: float = np.nan  # what the cost table said the step would take
+    expected_ms: float = np.nan  # by the cost table, which knows nothing of prompts
 
 
 class Decoder:
@@ -518,10 +520,10 @@ class Decoder:
             expected = np.tile(self.usual, (R, 1))
             expected[:, :D][drawn] = c[drawn]
             self.expected[slots] += R / (R + MEMORY) * (expected - self.expected[slots])
-        if self.cost:
+        if self.cost and not self.fresh[slots].any():  # no prompt was read
             queries = R + done.num_verified.sum()
             done.expected_ms = self.cost.draft_ms(D) + self.cost.verify_ms(queries)
-            if usual_step and not self.fresh[slots].any():  # no exploring, no prompts
+            if usual_step:  # no exploring
                 self.cost.learn(D, queries, done.draft_ms, done.ms - done.draft_ms)
         self.fresh[slots] = False
 
@@ -644,8 +646,8 @@ AttentionInterface.register("ragged", ragged_attention)
 class SlotLM:
     """A decoder-only transformers model and its KV cache over slots: target or drafter.
 
-    A rejected draft stays in the cache, but `cached` no longer counts it: the next
-    token at its position overwrites it before anything attends to it."""
+    A rejected draft stays in the cache, but `cached` no longer counts it: it is masked
+    until the next token at its position overwrites it."""
 
     def __init__(self, model, num_slots: int, max_length: int):
         _check_model("model", model)
@@ -776,7 +778,7 @@ def refill(decoder: Decoder, requests):
 
 
 def measure_costs(decoder, prompts, *, context_lengths=None, repeats=5) -> CostTable:
-    """Time steps of an idle decoder in which all draft and verify 0, 1, 2, 3, 5, 7, K.
+    """Time steps of an idle decoder in which all draft and verify each of DEPTHS, and K.
 
     context_lengths: (least, most), spread over the slots as in a real batch, as attention
     reads up to the longest. Default: the shortest prompt, CONTEXT. Prompts are repeated
@@ -807,7 +809,7 @@ def measure_costs(decoder, prompts, *, context_lengths=None, repeats=5) -> CostT
         return done.draft_ms, done.ms - done.draft_ms
 
     # Smaller batches too, for the times when requests run out.
-    shapes = [(B, d) for d in range(K + 1) if d in (0, 1, 2, 3, 5, 7, K)]
+    shapes = [(B, d) for d in range(K + 1) if d in (*DEPTHS, K)]
     shapes += [(n, 0) for n in {1, -(-B // 4), -(-B // 2)} - {B}]
     try:
         times = [[time_step(*shape) for shape in shapes] for _ in range(repeats + 1)]
@@ -869,7 +871,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     return Result(tokens, steps, length, decoder.estimator, decoder.cost)
 
 
-# ---- 9. Refusals: by name and value, before any work.
+# ---- 9. Refusals, by name and value, before any work. (Some only a first pass can tell.)
 def _vocabulary(model):
     """Tokens that it gives logits of, and tokens that it reads."""
     return [len(x.weight) for x in (

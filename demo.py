@@ -480,7 +480,7 @@ class Run:
 
     def depths(self) -> list[int]:
         """Drafts of each request at which costs are measured."""
-        return [d for d in range(self.K + 1) if d in (0, 1, 2, 3, 5, 7, self.K)]
+        return [d for d in range(self.K + 1) if d in (*av.DEPTHS, self.K)]
 
     def decoder(self, load: int, plan="fixed", K=None, cls=av.Decoder, **more):
         """An idle decoder for `load` requests at once; K = 0 is plain decoding."""
@@ -566,13 +566,17 @@ class Arm:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, the median over the slices."""
+        """Tokens per second, the median over the rounds."""
         return float(np.median(self.rates))
 
     def over(self, other: "Arm") -> tuple[float, float, float]:
         """The ratio of the medians, the least and the largest ratio of a round."""
         ratios = [mine / its for mine, its in zip(self.rates, other.rates)]
         return self.rate / other.rate, min(ratios), max(ratios)
+
+    def clock(self) -> float:
+        """Real over expected ms of a step, the median over those without a prompt."""
+        return float(np.nanmedian([done.ms / done.expected_ms for done in self.steps]))
 
     def per_step(self) -> np.ndarray:
         """Tokens out, drafts drawn, drafts verified, each per request and step."""
@@ -667,7 +671,9 @@ def print_one_step(run: Run, cost: av.CostTable):
         verify = {n: round(float(decoder.cost.verify_ms(n)), 2)
                   for n in (PICTURE * (1 + d) for d in run.depths())}
         room = (decoder.request >= 0) & (decoder.ends - decoder.lengths > run.K)
-        usual = room.all() and estimator.steps % estimator.refit_every
+        # A plan serves some steps; here is one that was made for its own.
+        usual = room.all() and (estimator.steps % estimator.refit_every
+                                and estimator.steps % av.PLAN_EVERY == 0)
         done = arm.step()
         _, budget = av.draft_budget(survival, av.CostTable({run.K: draft}, verify))
         if (usual and budget == done.num_verified.sum() and done.accepted.any()
@@ -759,7 +765,9 @@ def print_race(run: Run, costs: dict, fixed: list[int], base: Callable, end: Cal
         print(f"{load} request{'s' * (load > 1)}: adaptive verifies {verified:.1f} of "
               f"{run.K} drafts; that is {adaptive.over(arms[0])[0]:.2f} times\n"
               f"plain decoding, {adaptive.over(arms[-3])[0]:.2f} times fixed {run.K}, "
-              f"{adaptive.over(best)[0]:.2f} times the best ({best.name}).", flush=True)
+              f"{adaptive.over(best)[0]:.2f} times the best ({best.name}).\n"
+              f"Its steps without a prompt took {adaptive.clock():.2f} times what the cost "
+              "table said.", flush=True)
 
     try:
         for load in run.loads:

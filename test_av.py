@@ -769,6 +769,9 @@ def test_exploring_steps_and_prompts(idea, monkeypatch):
             want[:idea.EXPLORERS] = [3] * idea.EXPLORERS
         assert done.num_verified.tolist() == (done.survival >= 0).sum(1).tolist() == want
         assert learned == ([] if step in (0, 4, 5, 8) else [(0, len(want))])
+        cost = decoder.cost.draft_ms(max(want)) + decoder.cost.verify_ms(sum(want) + len(want))
+        prompt = step in (0, 5)  # of which the table knows nothing
+        assert np.isnan(done.expected_ms) if prompt else done.expected_ms == pytest.approx(cost)
 
 
 def test_what_is_expected_by_hand(idea):
@@ -1145,6 +1148,14 @@ def test_attention_calls_read_each_query_once_with_all_its_keys():
         assert list(zip(batch.slots.tolist(), batch.positions.tolist())) == want
 
 
+def test_slots_that_are_mostly_in_use_are_read_without_a_copy():
+    """To gather the cache of 63 slots of 64 copies it in each layer of each pass."""
+    for slots, whole in (([0, 1, 3], slice(0, 4)), ([5], slice(5, 6)), ([0, 9], None)):
+        n = np.ones(len(slots), int)
+        (rows, *_), = av.Ragged(np.array(slots), 4 * n, n, torch.device("cpu")).calls
+        assert rows == whole if whole else rows.tolist() == slots
+
+
 def test_one_long_request_does_not_slow_down_the_others():
     """If all rows are attended up to the longest, one request of 4,000 costs what 32 do.
 
@@ -1364,6 +1375,7 @@ def test_odd_but_right_input():
     """Tensors, arrays or tuples of ids are prompts, K may be more than what is asked, and the
     caller's default dtype, in which q would not be what drafts are drawn from, is his own."""
     target = cycle(8)
+    target.lm_head.config = {}  # of a module's own, not a model's
     assert av.generate(target, None, [], num_speculative_tokens=0).tokens == []
     assert av.generate(target, cycle(8), []).tokens == []
     for prompts in (torch.tensor([[1], [2]]), [torch.tensor([1]), (2,)], np.array([[1], [2]]),
@@ -1505,15 +1517,26 @@ def test_layers_that_hide_what_they_attend_to_are_refused():
     models["layers with another kind"] = mixing = llama(num_hidden_layers=3)
     mixer = mixing.model.layers[1].self_attn = torch.nn.Module().eval()
     mixer.forward = lambda hidden_states, **kwargs: (hidden_states.cumsum(1), None)
+    models["ignores logits_to_keep"] = deaf = llama()
+    forward, deaf.forward = deaf.forward, lambda logits_to_keep, **kw: forward(**kw)
     for message, model in models.items():
         with pytest.raises((NotImplementedError, ValueError), match=message):
             av.generate(model, None, [[1, 2, 3]], max_new_tokens=4, num_speculative_tokens=0)
+
+
+def raise_(error):
+    raise error
 
 
 def test_an_error_in_mid_run_is_not_called_a_wrong_family():
     """Only a first pass can show that a model doesn't fit; later errors come out as they are,
     and a config that keeps the ragged attention would make the caller's next forward fail."""
     lm, args = av.SlotLM(llama(), 1, 9), (np.array([2]), np.array([0]))
+    healthy, lm.model.lm_head.forward = lm.model.lm_head.forward, lambda hidden: raise_(
+        torch.OutOfMemoryError("of the device"))
+    with pytest.raises(torch.OutOfMemoryError):
+        lm.next_logits(torch.zeros(1, 9).long(), *args)
+    lm.model.lm_head.forward, lm.kv = healthy, {}
     lm.next_logits(torch.zeros(1, 9).long(), *args)
     lm.commit(np.array([0]), np.array([0]))  # a new request: nothing is cached
     lm.model.lm_head.forward = lambda hidden: hidden @ torch.zeros(3, 3)
@@ -1543,6 +1566,12 @@ def headless():
     return model
 
 
+def top_heavy():
+    model = llama()
+    model.lm_head = torch.nn.Linear(32, 70).eval()
+    return model
+
+
 def half_trained():
     model = llama()
     model.model.layers[1].train()
@@ -1566,7 +1595,7 @@ BAD = [(name, value, rf"{name}.*{end}") for name, cases in dict(
     estimator=[(av.AcceptanceEstimator(3), "K = 7.*3"), (3, "3"), (0, "0")],
     seed=[("x", "'x'"), (-1, "-1"), (True, "True")],
     target=[("gpt2", "str"), (None, "NoneType"), (llama().train(), "training mode"),
-            (llama().model, "no head"), (headless(), "no head")],
+            (llama().model, "no head"), (headless(), "no head"), (top_heavy(), "70.*64")],
     drafter=[(None, "NoneType"), (half_trained(), "training mode"), (headless(), "no head"),
              (llama().to("meta"), "meta")],
 ).items() for value, end in cases] + [
@@ -1697,6 +1726,15 @@ def test_costs_are_the_least_of_the_repeats_at_the_shapes_that_run(monkeypatch):
     assert np.allclose(cost.draft_ms(depths), depths * (2 + 0.25 * 4))
     assert np.allclose(cost.verify_ms(sizes), 3 + 0.5 * sizes)
     assert {x[:4] for x in seen} == {(5, 20, 35, 51)}  # shortest prompt to what has room
+
+
+def test_a_measurement_that_raised_leaves_the_decoder_idle(monkeypatch):
+    """Requests of the measurement that stay in their slots would be decoded with one's own."""
+    decoder = decoder_of()
+    monkeypatch.setattr(decoder.target, "logits", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        av.measure_costs(decoder, [[1]])
+    assert (decoder.request < 0).all()
 
 
 @pytest.mark.parametrize("limit", [300, 100_000])
