@@ -1,22 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Adaptive verification for speculative decoding without a confidence head: one file.
 
-A cheap drafter proposes K tokens for each request, and the target checks them in one
-pass. Rejection sampling keeps the text distributed as if the target had written it
+A cheap drafter proposes up to K tokens for each request, and the target checks them in
+one pass. Rejection sampling keeps the text distributed as if the target had written it
 alone. In a large batch each checked draft costs time, so only those worth it should be
-checked. How likely one is to be accepted is read off the drafter's law, by a logistic
-regression on the log-odds of its largest probability. How many to check follows from
-measured costs.
-
-here             meaning                                        papers, vLLM
-p, q             law of the TARGET, law of the DRAFTER          some papers swap the two
-K                drafts per request and step, at most           num_speculative_tokens
-confidence c_i   P(draft i accepted, if all before it were)     acceptance rate, alpha
-survival s_i     c_1 * c_2 * ... * c_i                          survival
-draft budget     drafts verified in a step, over all requests   draft budget
-bonus token      what a step adds to a request in any case      bonus or recovered token
-B, R, D          slots, those in use, drafts of each now        max_num_seqs, num_reqs, -
-V, T             vocabulary, tokens packed into one pass
+checked. The confidence in a draft is the chance that it is accepted if all before it
+were. A logistic regression reads it off the drafter's law, from the log-odds of the
+largest probability. The survival of a draft is the product of the confidences up to it.
+How many to check, the draft budget, follows from the survivals and measured costs.
 
 What keeps it LOSSLESS: rejection sampling is exact if a draft, *given that it is
 verified*, is still drawn from q. So whether draft x_2 is verified may depend on anything
@@ -31,9 +22,10 @@ Exact: "verify x_2 if the largest probability of q_2 is high", as x_2 is not dra
 Biased: "verify x_2 if q_2(x_2) is high". An unlikely x_2 would be replaced by a draw of
 the target, and the text would hold too many of the likely ones.
 
-Laws and tokens are tensors on the models' device; the host decides, in numpy. Sections 3
-and 4 are acceptance_estimator.py and adaptive_verification.py in vLLM's
-`v1/worker/gpu/spec_decode/`. Input that is out of range raises ValueError.
+p is the law of the target, q of the drafter. V: tokens of the vocabulary; R: requests
+of a step, in some of B slots; D <= K: drafts of each; T: tokens of a pass. Laws are
+tensors on the models' device; the host decides, in numpy. Sections 3 and 4 are those of
+vLLM's `v1/worker/gpu/spec_decode/`. Input that is out of range raises ValueError.
 """
 import copy
 import time
@@ -48,7 +40,7 @@ from torch.nn.functional import pad
 # The numbers that are a choice, and why. Those of the fit are its arguments.
 MAX_LOG_ODDS = 10.0  # features end here: surer drafters differ in rounding only
 MIN_CURVATURE = 0.05  # of a label in the fit: `AcceptanceEstimator.observe` says why
-MAX_FIT_STEP = 3.0  # of a coefficient per refit: a switch takes two refits; 5 would overshoot
+MAX_FIT_STEP = 3.0  # of a coefficient per refit: a switch takes two; 5 would overshoot
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # with 8 requests a step renews half of the forecast, with one a ninth
 PLAN_EVERY = 4  # steps that a plan serves: it changes slowly, and costs 1 % of a step
@@ -89,10 +81,9 @@ def _token_ids(name, ids, V):
 # ==== Part I: the idea. It needs torch and numpy only, and copies out as it stands.
 # ---- 1. Laws: from logits to probabilities, and from probabilities to a token.
 def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
-    """Logits (..., V) to the float32 probabilities that are drawn from, (..., V).
-
-    Temperature (0: one token has all mass), top-k (0: off), top-p, in this order, as in
-    transformers and vLLM. What ties with the last token kept is kept."""
+    """Logits (..., V) to the float32 probabilities that are drawn from: by temperature
+    (0: one token has all mass), top-k (0: off), top-p, in this order, as transformers
+    does. What ties with the last token kept is kept."""
     _number("temperature", temperature, 0, 1e6)
     _number("top_k", top_k, 0, 2**62, int)
     _number("top_p", top_p, 1e-300, 1)
@@ -103,10 +94,8 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     if 0 < top_k < law.shape[-1]:
         law = law.where(law >= law.topk(top_k).values[..., -1:], 0.0)
     if top_p < 1:  # the least probable go, as long as they hold 1 - top_p at most
-        if law.device.type == "cpu":  # where numpy sorts several times faster
-            rising = torch.from_numpy(np.sort(law.detach().numpy()))
-        else:
-            rising = law.sort().values
+        host = law.device.type == "cpu"  # where numpy sorts several times faster
+        rising = torch.from_numpy(np.sort(law.detach())) if host else law.sort().values
         rest = (1 - top_p) * law.sum(-1, keepdim=True)
         edge = torch.searchsorted(rising.cumsum(-1), rest, right=True)
         law = law.where(law >= rising.gather(-1, edge.clamp(max=law.shape[-1] - 1)), 0.0)
@@ -168,9 +157,8 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
 def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-odds of the likeliest token, (..., V) -> (...,), in +-MAX_LOG_ODDS.
 
-    LOSSLESS: it reads the law, not the token drawn from it. It reads it before top-k
-    and top-p, which often leave one token: q_max = 1 says nothing. Temperature 0 would
-    leave one, too, so the feature is then that of temperature 1."""
+    LOSSLESS: it reads the law, not the token drawn from it. It reads it before top-k and
+    top-p, which often leave one token; so would temperature 0, which is read as 1."""
     _number("temperature", temperature, 0, 1e6)
     law = _softmax(logits, temperature)
     return (law.amax(-1) / law.sum(-1)).logit().clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
@@ -179,9 +167,9 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 class AcceptanceEstimator:
     """confidence_i = sigmoid(slope * feature_i + intercept_i), i the position of a draft.
 
-    Fitted online, for one pair of models and sampling setting. refit_every: steps in a
-    round. ridge: keeps the fit solvable without labels. damping: labels at which a
-    coefficient takes half of its step. The defaults are vLLM's."""
+    Fitted online for one pair and sampling setting, every `refit_every` steps. ridge:
+    keeps the fit solvable without labels. damping: labels at which a coefficient takes
+    half of its step. The defaults are vLLM's."""
 
     def __init__(self, num_speculative_tokens, *, refit_every=100, ridge=1e-3,
                  damping=50.0, slope=0.5, intercept=-0.2):
@@ -202,9 +190,8 @@ class AcceptanceEstimator:
     def observe(self, features, num_verified, accepted):
         """Add the labels of a step, (R, D <= K), (R,), (R,), and refit after a round.
 
-        A draft has a label if it was verified and all before it were accepted. So the
-        first rejection is a request's last label, and a draft that was not verified has
-        none, which is not label 0."""
+        A draft has a label if it was verified and all before it were accepted. The first
+        rejection is so a request's last label; what was not verified has none, not 0."""
         features, *counts = map(np.asarray, (features, num_verified, accepted))
         (R, D), (num_verified, accepted) = features.shape, counts
         _check(D <= self.num_speculative_tokens and all(
@@ -228,8 +215,8 @@ class AcceptanceEstimator:
     def refit(self):
         """One damped Newton step on the sums of the round, which then start from zero.
 
-        The Hessian (K+1, K+1) is an arrowhead, dense in its first row and column only,
-        since a draft has one position. So six sums per position hold all of a round."""
+        The Hessian (K+1, K+1) is an arrowhead, dense in its first row and column, since
+        a draft has one position. So six sums per position hold all of a round."""
         cff, cf, c, rf, r, labels = self.sums
         hessian = np.diag(np.append(cff.sum(), c) + self.ridge)
         hessian[0, 1:] = hessian[1:, 0] = cf
@@ -254,7 +241,7 @@ class CostTable:
     draft: {passes: ms}, to draft so many tokens for each request. verify: {tokens: ms},
     the rest of a step in which the target reads so many. Noise only adds time: where a
     larger size was faster, its time counts (a running minimum from the right). Beyond
-    the last point the last piece goes on; if that is flat, costs are proportional."""
+    the last point costs are proportional to it."""
 
     def __init__(self, draft, verify):
         self.curves = [self._curve("draft", draft), self._curve("verify", verify)]
@@ -267,13 +254,10 @@ class CostTable:
             _number(f"{name}[{size}]", ms, 1e-300, 1e280)
         x, y = np.array(sorted(points.items()), float).T
         y = np.minimum.accumulate(y[::-1])[::-1]
-        rising = len(x) > 1 and y[-1] > y[-2]
-        slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if rising else y[-1] / x[-1]
-        return np.append(x, 2.0**40), np.append(y, y[-1] + slope * (2.0**40 - x[-1]))
+        return np.append(x, 2.0**40), np.append(y, y[-1] / x[-1] * 2.0**40)
 
     def draft_ms(self, passes):
-        ms = self.factors[0] * np.interp(passes, *self.curves[0])
-        return np.where(passes, ms, 0.0)
+        return np.sign(passes) * self.factors[0] * np.interp(passes, *self.curves[0])
 
     def verify_ms(self, queries):
         return self.factors[1] * np.interp(queries, *self.curves[1])
@@ -290,11 +274,10 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
     """(depth, budget), how far to draft and how much to verify, for most tokens per ms:
     argmax of (R + sum of the best survivals) / (draft ms + verify ms of R + budget).
 
-    survival: (R, K), as expected; negative where no draft can be used. The published
-    rule drafts K; with `all_depths` the same equation chooses the depth too. Costs may
-    be a staircase, so all budgets are tried, and the smallest of equals is taken.
-    LOSSLESS: survivals as forecast by *earlier* steps; those of this step depend on the
-    very drafts that are decided about."""
+    survival: (R, K), negative where no draft can be used. The published rule drafts K;
+    with `all_depths` the depth is chosen too. Costs may be a staircase, so all budgets
+    are tried. LOSSLESS: survivals are those that *earlier* steps expect; this step's
+    depend on the very drafts that are decided about."""
     R, K = survival.shape
     order = np.argsort(-survival, axis=None, kind="stable")  # slots, best first
     best, position = survival.flat[order], order % K
@@ -306,7 +289,7 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
     tokens = R + (taken * np.append(0.0, best)).cumsum(1)
     verify_ms = cost.verify_ms(R + np.arange(R * K + 1))
     rate = tokens / (cost.draft_ms(depths)[:, None] + verify_ms[budgets])
-    at = np.argmax(rate >= rate.max() * (1 - 1e-12))  # rounding does not decide a tie
+    at = np.argmax(rate >= rate.max() * (1 - 1e-12))  # the smallest of equals
     return int(depths[at // rate.shape[1]]), int(budgets.flat[at])
 
 
@@ -314,8 +297,8 @@ def trim(survival: np.ndarray, budget: int) -> np.ndarray:
     """Verified drafts of each request (R,): its share of the `budget` best slots.
 
     survival: (R, D), never rising along a request, so that its best slots are a prefix;
-    -1 where nothing was drafted, and budget is at most what was. subtle: the sort is
-    stable, so ties go by position: prefixes stay whole, and no token breaks a tie."""
+    -1 where nothing was drafted. subtle: the sort is stable, so ties go by position:
+    prefixes stay whole, and no token breaks a tie."""
     _number("budget", budget, 0, survival.size, int)
     # LOSSLESS: a slot is outranked by survivals that its own draft cannot change.
     best = np.argsort(-survival.T, axis=None, kind="stable")[:budget]
@@ -356,15 +339,13 @@ class Decoder:
         self.plan, self.K, self.law, self.cost = plan if K else "fixed", K, law, cost
         if estimator is None and self.plan != "fixed":
             estimator = AcceptanceEstimator(K)
-        k = getattr(estimator, "num_speculative_tokens", None)
-        _check(estimator is None or k == K,
-               f"estimator must be one for K = {K}, got {estimator} for {k}")
+        k = getattr(estimator, "num_speculative_tokens", K * (estimator is None))
+        _check(k == K, f"estimator must be one for K = {K}, got {estimator} for {k}")
         _check(isinstance(cost, CostTable | None), f"cost must be a CostTable: {cost!r}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
         self.sees = target.keep_hidden = hasattr(drafter, "see")
         self.device, self.generator = target.device, torch.Generator(target.device)
-        if seed is None:
-            seed = self.generator.seed()
+        seed = self.generator.seed() if seed is None else seed
         self.generator.manual_seed(_number("seed", seed, 0, 2**64 - 1, int))
         eos = _token_ids("eos_token_ids", eos_token_ids, target.vocab_size)
         self.eos = np.array(eos, int)
@@ -372,10 +353,10 @@ class Decoder:
         room = max(0, min(K, max_length - 2)), B, target.vocab_size
         self.q, self.draft_logits = torch.zeros(2, *room, device=self.device).float()
         self.request, self.lengths, self.ends = np.full((3, B), -1)  # by slot; -1: free
-        self.planned = 0, 0  # depth, budget
         self.fresh = np.zeros(B, bool)  # slots whose prompt has not been read
         self.expected = np.full((B, K), 0.7)  # confidences of the next step
         self.usual = np.full(K, 0.7)  # those of requests that draft nothing
+        self.planned = 0, 0  # depth, budget
 
     def add(self, request: int, prompt: list[int], max_new_tokens: int):
         """Put a request into a free slot, where it takes part from the next step on."""
@@ -459,8 +440,7 @@ class Decoder:
         depths = depths.copy()
         drafts = torch.zeros(R, D, dtype=torch.long, device=self.device)
         for i in range(D):
-            rows = np.flatnonzero(depths > i)
-            if not len(rows):
+            if not len(rows := np.flatnonzero(depths > i)):
                 break
             slot, ends = slots[rows], self.lengths[slots[rows]] + i
             logits = self.drafter.next_logits(self.tokens, ends, slot, i, D).float()
@@ -485,9 +465,8 @@ class Decoder:
         drawn = np.arange(drafts.shape[1]) < depths[:, None]
         if not np.isfinite(features[drawn]).all():
             raise FloatingPointError("the drafter gave logits that are not finite")
-        ended, c = self.is_end(drafts), np.ones(drafts.shape)
-        if self.estimator:
-            c = self.estimator.predict(features)
+        c = self.estimator.predict(features) if self.estimator else np.ones(drafts.shape)
+        ended = self.is_end(drafts)
         c[ended.cumsum(1) > ended] = 0.0
         return np.where(drawn, c.cumprod(1), -1.0)
 
@@ -510,9 +489,8 @@ class Decoder:
 
     def learn(self, slots, done):
         """Give the estimator labels, the next step forecasts, the costs times."""
-        (R, D), drawn, usual_step = done.drafts.shape, done.survival >= 0, True
+        (R, D), drawn = done.drafts.shape, done.survival >= 0
         if self.estimator:
-            usual_step = self.estimator.steps % self.estimator.refit_every != 0
             self.estimator.observe(done.features, done.num_verified, done.accepted)
             c = self.estimator.predict(done.features)
             gap = np.where(drawn, c - self.usual[:D], 0.0).sum(0)
@@ -523,8 +501,7 @@ class Decoder:
         if self.cost and not self.fresh[slots].any():  # no prompt was read
             queries = R + done.num_verified.sum()
             done.expected_ms = self.cost.draft_ms(D) + self.cost.verify_ms(queries)
-            if usual_step:  # no exploring
-                self.cost.learn(D, queries, done.draft_ms, done.ms - done.draft_ms)
+            self.cost.learn(D, queries, done.draft_ms, done.ms - done.draft_ms)
         self.fresh[slots] = False
 
 
@@ -591,11 +568,9 @@ def _attention_calls(widths, ends):
         return [(np.array([0]), int(widths[0]), int(ends[0]))]
     width, keys = usual(widths, WIDER), usual(ends, CALL)
     alone = (ends > keys) | (widths > width + PROMPT)
-    calls, wide = [(np.arange(len(ends)), width, keys)], (widths > width) & ~alone
-    for rows in [np.flatnonzero(wide), *np.flatnonzero(alone)[:, None]]:
-        if len(rows):
-            calls.append((rows, int(widths[rows].max()), int(ends[rows].max())))
-    return calls
+    again = [np.flatnonzero((widths > width) & ~alone), *np.flatnonzero(alone)[:, None]]
+    return [(np.arange(len(ends)), width, keys)] + [
+        (rows, int(widths[rows].max()), int(ends[rows].max())) for rows in again if len(rows)]
 
 
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None,
@@ -626,6 +601,7 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
 
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits",
              "is_causal"}
+ATTENTION = "_attn_implementation_internal"  # what configs call its name
 AttentionInterface.register("ragged", ragged_attention)
 
 
@@ -651,13 +627,12 @@ class SlotLM:
 
     def __init__(self, model, num_slots: int, max_length: int):
         _check_model("model", model)
-        self.model, self.device = model, model.device
+        self.model, self.device, self.keep_hidden = model, model.device, False
+        self.vocab_size, self.readable = _vocabulary(model)
         self.shape, self.kv = (num_slots, max_length), {}  # keys, values by layer
-        self.vocab_size, self.readable, self.keep_hidden = *_vocabulary(model), False
-        configs = (m.config for m in model.modules() if hasattr(
-            getattr(m, "config", None), "_attn_implementation_internal"))
-        self.configs = list({id(config): vars(config) for config in configs}.values())
         self.cached = np.zeros(num_slots, int)  # tokens of each slot
+        models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        self.configs = [vars(m.config) for m in models]  # with the name of an attention
 
     def commit(self, slots, lengths):
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
@@ -670,47 +645,42 @@ class SlotLM:
         """Reads what the cache lacks: a prompt, the last token, an accepted draft."""
         for i in np.flatnonzero(lengths - self.cached[slots] > PIECE):
             while lengths[i] - self.cached[slots[i]] > PIECE:
-                self._forward(tokens, slots[i:i + 1], np.array([PIECE]), 1)
-        keep, counts = 0, lengths - self.cached[slots] + num_verified
-        if counts.sum() > len(slots) + num_verified.sum():  # else all logits are wanted
-            from_last = counts.cumsum() - num_verified - 1  # (r,) of last known tokens
-            at = np.arange(counts.sum())
-            keep = _send(at[at >= from_last.repeat(counts)], self.device)
-        logits = self._forward(tokens, slots, counts, keep)
-        if len(logits) != len(slots) + num_verified.sum():
-            raise NotImplementedError(f"{type(self.model).__name__} ignores logits_to_keep")
-        return logits
+                self._forward(tokens, slots[i:i + 1], np.array([PIECE]), np.array([0]))
+        counts = lengths - self.cached[slots] + num_verified
+        at, from_last = np.arange(counts.sum()), counts.cumsum() - num_verified - 1
+        return self._forward(tokens, slots, counts, at[at >= from_last.repeat(counts)])
 
     def _forward(self, tokens, slots, counts, keep):
         """Read the next counts (r,) tokens of each slot; logits of those to keep."""
-        name, first = type(self.model).__name__, not self.kv
+        first, head = not self.kv, self.model.get_output_embeddings()
         self.batch = batch = Ragged(slots, self.cached[slots], counts, self.device)
         # subtle: an id that only the target has is read as the last one: any q is exact.
         ids = tokens[batch.slots, batch.positions].clamp(max=self.readable - 1)
-        head, names = self.model.get_output_embeddings(), [
-            config["_attn_implementation_internal"] for config in self.configs]
+        some = _send(keep, self.device) if len(keep) < len(ids) else 0  # 0: all
+        names = [config[ATTENTION] for config in self.configs]
         hook = self.keep_hidden and head.register_forward_pre_hook(
             lambda _, inputs: setattr(self, "hidden", inputs[0][0]))
         try:
             for config in self.configs:  # (the setter takes as long as a small model)
-                config["_attn_implementation_internal"] = "ragged"
-            out = self.model(
+                config[ATTENTION] = "ragged"
+            logits = self.model(
                 input_ids=ids[None], position_ids=batch.positions[None], cache=self,
-                use_cache=True, ragged=batch, logits_to_keep=keep)
+                use_cache=True, ragged=batch, logits_to_keep=some).logits[0]
+            layers = {*range(self.model.config.num_hidden_layers)}
+            if not batch.layers == self.kv.keys() == layers or len(logits) != len(keep):
+                raise TypeError("layers without attention, or all logits instead of some")
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
             if not first or isinstance(error, torch.OutOfMemoryError):
                 raise  # only a first pass may tell that the model is of the wrong kind
+            name = type(self.model).__name__
             raise NotImplementedError(f"{name} as a ragged batch: {error}") from error
         finally:  # the model is as it was, come what may
             for config, old in zip(self.configs, names):
-                config["_attn_implementation_internal"] = old
+                config[ATTENTION] = old
             if hook:
                 hook.remove()
-        layers = {*range(self.model.config.num_hidden_layers)}
-        if not batch.layers == self.kv.keys() == layers:
-            raise NotImplementedError(f"{name} has layers with another kind of attention")
         self.cached[slots] += counts
-        return out.logits[0]
+        return logits
 
     def update(self, key, value, layer_idx, *args, **kwargs):
         """Models call it: keep key and value (1, H_kv, T, D), give those of all slots."""
@@ -728,7 +698,7 @@ class SlotLM:
     def get_seq_length(self, layer_idx=None):
         """Models ask it; what a layer would derive from it would be wrong in a pack."""
         if layer_idx is not None:
-            raise NotImplementedError(f"{type(self.model).__name__}: layers that count")
+            raise TypeError("its layers count tokens")
         return 0
 
 
@@ -736,37 +706,35 @@ class HeadDrafter:
     """A recurrent head on the target's state, as in EAGLE and MTP: one pass per draft.
 
     head.start(hidden (r, H)) -> state (r, S); head.step(state, tokens (r,)) -> the next
-    state, and logits (r, V). A block drafter differs in one verb; one pass does all:
+    state and logits (r, V). A block drafter differs in one verb; one pass does all:
 
         def next_logits(self, tokens, lengths, slots, position, depth):
-            state, token = self.recall(position, tokens, lengths, slots)
+            state, token = self.recall(tokens, lengths, slots)
             if position == 0:
-                state = self.block(state, token, depth)  # (r, depth, V)
-                self.kept = slots, state
+                state = self.head.block(state, token, depth)  # (r, depth, V)
+            self.kept = slots, state
             return state[:, position]"""
 
     def __init__(self, head):
-        self.head = head
+        self.head, self.seen = head, None
 
     def see(self, slots, hidden):
-        self.seen = slots, hidden
+        self.seen = slots, self.head.start(hidden)
 
-    def recall(self, position, tokens, lengths, slots):
-        """Of each slot what was seen, or kept since, and its newest token."""
-        known, state = self.kept if position else self.seen
+    def commit(self, slots, lengths):
+        self.kept = self.seen  # what is kept from step to step
+
+    def recall(self, tokens, lengths, slots):
+        """The state that was kept of each slot, and its newest token."""
+        known, state = self.kept
         row, slot, last = (_send(x, tokens.device) for x in (
             np.searchsorted(known, slots), slots, lengths - 1))
         return state[row], tokens[slot, last]
 
     def next_logits(self, tokens, lengths, slots, position, depth):
-        state, token = self.recall(position, tokens, lengths, slots)
-        state = state if position else self.head.start(state)
-        state, logits = self.head.step(state, token)
+        state, logits = self.head.step(*self.recall(tokens, lengths, slots))
         self.kept = slots, state
         return logits
-
-    def commit(self, slots, lengths):
-        """Nothing is kept from step to step but what was seen."""
 
 
 # ---- 8. Measure, and generate.
@@ -777,24 +745,20 @@ def refill(decoder: Decoder, requests):
         decoder.add(*request)
 
 
-def measure_costs(decoder, prompts, *, context_lengths=None, repeats=5) -> CostTable:
+def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
     """Time steps of an idle decoder in which all draft and verify each of DEPTHS, and K.
 
-    context_lengths: (least, most), spread over the slots as in a real batch, as attention
-    reads up to the longest. Default: the shortest prompt, CONTEXT. Prompts are repeated
-    up to there. Of `repeats` times, after a warm-up, the least counts."""
+    Contexts are spread over the slots, as attention reads up to the longest: from the
+    shortest prompt to CONTEXT, the prompts repeated. The least of `repeats` counts."""
     B, K = len(decoder.tokens), len(decoder.q)
-    room = decoder.tokens.shape[1] - K - 1  # for the prompt
-    high = max(1, min(room, CONTEXT))
-    low, high = context_lengths or (min([high, *map(len, prompts)]), high)
-    _check(K > 0 and repeats > 0 and len(prompts) and 1 <= low <= high <= room,
-           "to measure takes K, repeats, prompts and contexts in 1..{}, got {}, {}, {} "
-           "and {}", room, K, repeats, prompts, (low, high))
-    _check((decoder.request < 0).all(), f"decoder must be idle, has {decoder.request}")
-    contexts = np.linspace(low, high, B).astype(int)
+    high = min(decoder.tokens.shape[1] - K - 1, CONTEXT)  # K drafts and a bonus follow
+    contexts = np.linspace(min([high, *map(len, prompts)]), high, B).astype(int)
+    _check(K and len(prompts) and contexts[0] and repeats > 0 and max(decoder.request) < 0,
+           "measuring takes drafts, prompts, repeats, an idle decoder, got {}, {}, {}, {}",
+           K, prompts, repeats, decoder.request)
     probe = copy.copy(decoder)  # which shares models and slots, and learns nothing
     probe.plan, probe.cost, probe.estimator = "fixed", None, None
-    probe.eos = probe.eos[:0]  # an end token would make a step shorter
+    probe.eos, probe.request = probe.eos[:0], np.full(B, -1)  # no end token cuts a step
     probe.generator = torch.Generator(probe.device).manual_seed(0)
     for i, n in enumerate(contexts):
         prompt = np.asarray(prompts[i % len(prompts)]).tolist()
@@ -808,14 +772,10 @@ def measure_costs(decoder, prompts, *, context_lengths=None, repeats=5) -> CostT
         done = probe.step()
         return done.draft_ms, done.ms - done.draft_ms
 
-    # Smaller batches too, for the times when requests run out.
     shapes = [(B, d) for d in range(K + 1) if d in (*DEPTHS, K)]
-    shapes += [(n, 0) for n in {1, -(-B // 4), -(-B // 2)} - {B}]
-    try:
-        times = [[time_step(*shape) for shape in shapes] for _ in range(repeats + 1)]
-    finally:
-        decoder.request[:] = -1
-    drafting, rest = np.min(times[1:], 0).T
+    shapes += [(n, 0) for n in {1, B // 4, B // 2} - {0, B}]  # as requests run out
+    times = [[time_step(*shape) for shape in shapes] for _ in range(repeats + 1)]
+    drafting, rest = np.min(times[1:], 0).T  # the first round warms up
     return CostTable({d: ms for (_, d), ms in zip(shapes, drafting) if d},
                      {n * (1 + d): ms for (n, d), ms in zip(shapes, rest)})
 
@@ -835,16 +795,15 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
              estimator=None, on_step=None, **law) -> Result:
     """Text of the target, sped up by the drafter: each token has the target's law.
 
-    target, drafter: decoder-only transformers models on one device, of any floating
-    type; a drafter may have the verbs of section 7 instead. prompts: lists of ids.
-    max_new_tokens: one number, or one per prompt. num_speculative_tokens: K; 0 is plain
-    decoding. max_batch_size: requests at once; who ends is replaced. eos_token_id: none,
-    one or several. estimator, cost: to go on with; otherwise fresh, and measured now.
-    on_step: gets each `Step`, may return the numbers of running requests to end. law:
-    temperature, top_k, top_p of both models, whose generation configs are not read.
-    Same inputs and seed: same tokens, unless a cost table learns from the clock: then
-    the same law. ValueError, NotImplementedError: unfit input or models.
-    FloatingPointError: logits that are not finite."""
+    target, drafter: decoder-only transformers models on one device; a drafter may have
+    the verbs of section 7 instead. prompts: lists of ids. max_new_tokens: one number, or
+    one per prompt. num_speculative_tokens: K; 0 is plain decoding. max_batch_size: how
+    many run at once; who ends is replaced. eos_token_id: none, one or several. cost,
+    estimator: to go on with; otherwise measured, and fresh. on_step: gets each `Step`,
+    may return the numbers of requests to end. law: temperature, top_k, top_p of both;
+    generation configs are not read. The same seed gives the same tokens, unless costs
+    are learned from the clock: then the same law. Raises ValueError (unfit input),
+    NotImplementedError (unfit models), FloatingPointError (logits not finite)."""
     own = hasattr(drafter, "next_logits") or not num_speculative_tokens
     requests = _check_requests(target, drafter, own, prompts, max_new_tokens)
     _check(on_step is None or callable(on_step), f"on_step must be callable: {on_step}")
@@ -874,8 +833,8 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
 # ---- 9. Refusals, by name and value, before any work. (Some only a first pass can tell.)
 def _vocabulary(model):
     """Tokens that it gives logits of, and tokens that it reads."""
-    return [len(x.weight) for x in (
-        model.get_output_embeddings(), model.get_input_embeddings())]
+    ends = model.get_output_embeddings(), model.get_input_embeddings()
+    return [len(end.weight) for end in ends]
 
 
 def _check_requests(target, drafter, own, prompts, max_new_tokens):
@@ -896,13 +855,12 @@ def _check_requests(target, drafter, own, prompts, max_new_tokens):
            "prompts must be lists of token ids, got {!r}", prompts)
     new = getattr(max_new_tokens, "tolist", lambda: max_new_tokens)()
     new = new if isinstance(new, (list, tuple)) else [new] * len(prompts)
-    _check(len(new) == len(prompts),
-           f"max_new_tokens: {len(new)} for {len(prompts)} prompts")
-    new = [_number("max_new_tokens", n, 0, 2**31, int) for n in new]
+    _check(len(new) == len(prompts), f"max_new_tokens: {len(new)} for {len(prompts)} prompts")
     ids = [_token_ids(f"prompts[{i}]", prompt, V) for i, prompt in enumerate(prompts)]
     for i, n in enumerate(new):
-        _check(ids[i] and len(ids[i]) + n <= limit, f"prompts[{i}] must have 1 to {limit}"
-               f" tokens, the new ones included, got {len(ids[i])} and {n}")
+        n = _number("max_new_tokens", n, 0, 2**31, int) + len(ids[i])
+        _check(ids[i] and n <= limit, f"prompts[{i}] must have 1 to {limit} tokens, the new"
+               f" ones included, got {len(ids[i])} and {new[i]}")
     return list(zip(ids, new))
 
 
@@ -910,8 +868,8 @@ def _check_model(name, model):
     kind = type(model).__name__
     _check(isinstance(model, PreTrainedModel), f"{name} is no transformers model: {kind}")
     head, config = getattr(model.get_output_embeddings(), "weight", None), model.config
-    layers = {*(getattr(config, "layer_types", 0) or ())}
-    layers -= {"full_attention", "sliding_attention"}
+    layers = {*(getattr(config, "layer_types", 0) or ())} - {
+        "full_attention", "sliding_attention"}
     ropes = str(getattr(config, "rope_parameters", ""))  # flat, or one per kind of layer
     refused = {
         "is in training mode: call .eval()": any(m.training for m in model.modules()),

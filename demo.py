@@ -35,9 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import av
 
-
 # ---- 1. The built-in pair: a Llama on bytes and a drafter, trained on first use.
-
 LENGTH = 256  # bytes per training sequence: positions beyond it are untrained
 DEPTH = 7  # drafts per step that the drafters learn to make
 STRIDE = 4  # drafters learn at every fourth byte: its neighbours teach much the same
@@ -79,6 +77,7 @@ class Block(nn.Module):
     def __init__(self, hidden_size: int, biased: bool = True):
         super().__init__()
         d, rank, self.biased = hidden_size * 3 // 4, 64, biased
+        self.start = nn.Identity()  # the state before draft 0
         self.read = nn.Linear(hidden_size, d, bias=False)
         self.embed = nn.Embedding(VOCAB, d)
         self.position_embed = nn.Parameter(torch.randn(DEPTH, d) * 0.3)
@@ -358,7 +357,6 @@ def built_in_models(device: torch.device, kind: str, quick: bool) -> list[nn.Mod
 
 
 # ---- 2. Pairs, prompts, requests.
-
 PROMPT, NEW = 48, (128, 192)  # bytes of a built-in prompt; new tokens, from and to
 FEW = 4  # below this, requests are shorter: so each round sees several of each kind
 HUB_PROMPTS = [f"{ask} about {what}." for what in ("tides", "chess", "bread", "primes")
@@ -369,10 +367,10 @@ class BlockDrafter(av.HeadDrafter):
     """The block by the loop's verbs."""
 
     def next_logits(self, tokens, lengths, slots, position, depth):
-        state, token = self.recall(position, tokens, lengths, slots)
+        state, token = self.recall(tokens, lengths, slots)
         if position == 0:
             state = self.head(state, token, depth)  # (r, depth, V)
-            self.kept = slots, state
+        self.kept = slots, state
         return state[:, position] + (self.head.bias(token) if position else 0)
 
 
@@ -476,6 +474,7 @@ class Run:
     seed: int
     rounds: int
     quick: bool
+    turns: int = 3  # slices of each arm in a round: a slow moment then slows all alike
     estimator: av.AcceptanceEstimator | None = None  # fitted, by `fit`
 
     def depths(self) -> list[int]:
@@ -492,10 +491,6 @@ class Run:
 
 
 # ---- 3. The race: all arms take turns, so that noise falls on all of them alike.
-
-TURNS = 3  # slices of each arm in a round: a slow moment then slows all arms alike
-
-
 def after_steps(run: Run, load: int, steps: int, **more) -> av.Decoder:
     """A decoder that has drafted and verified all of K for some steps."""
     decoder, stream = run.decoder(load, **more), requests(run.pair, load, run.seed)
@@ -515,10 +510,8 @@ def fit(run: Run) -> av.AcceptanceEstimator:
 def measure(run: Run, load: int) -> av.CostTable:
     """The costs at a load, with contexts spread as those of the requests will be."""
     status(f"{load} requests: measuring costs")
-    contexts = min(map(len, run.pair.prompts)), run.pair.longest - run.K - 1
     repeats = 2 if run.quick else 15 if load < 64 else 10 if load == 64 else 4
-    return av.measure_costs(run.decoder(load), run.pair.prompts, repeats=repeats,
-                            context_lengths=contexts)
+    return av.measure_costs(run.decoder(load), run.pair.prompts, repeats=repeats)
 
 
 class Arm:
@@ -533,7 +526,7 @@ class Arm:
         first = max((number for number, *_ in begun), default=-1) + 1
         later = itertools.islice(requests(run.pair, load, run.seed), first, None)
         self.requests = itertools.chain(begun, later)
-        self.seconds = (0.2 + load / 400) / (1 + run.quick) / TURNS
+        self.seconds = (0.2 + load / 400) / (1 + run.quick) / run.turns
         self.tokens, self.spent = 0, 0.0  # of this round
         for _ in range(3 if run.quick else 10):
             self.step()
@@ -605,11 +598,11 @@ def race(run: Run, load: int, cost: av.CostTable, arms: list[tuple], report: Cal
              if ahead.request[i] >= 0]
     arms = [Arm(run, load, cost, begun, *arm) for arm in arms]
     try:
-        for i in range(run.rounds * TURNS):
-            status(f"{load} requests: {i / TURNS:.0f} of {run.rounds} rounds")
+        for i in range(run.rounds * run.turns):
+            status(f"{load} requests: {i / run.turns:.0f} of {run.rounds} rounds")
             for arm in arms[i % len(arms):] + arms[:i % len(arms)]:
                 arm.slice()
-                if i % TURNS == TURNS - 1:
+                if i % run.turns == run.turns - 1:
                     arm.end_round()
     finally:
         status()
@@ -618,7 +611,6 @@ def race(run: Run, load: int, cost: av.CostTable, arms: list[tuple], report: Cal
 
 
 # ---- 4. `python demo.py`: one step, a text, the table, in at most 80 columns.
-
 PICTURE = 4  # requests in the step that is shown
 
 
@@ -822,10 +814,9 @@ def show(run: Run, args):
 
 
 # ---- 5. `python demo.py sweep`: is adaptive on the frontier, or is some fixed K?
-
-
 def sweep(run: Run, args):
     """Every fixed K and both rules at each load."""
+    run = replace(run, turns=3 if run.quick else 9)
     costs = print_costs(run, run.loads)
     run.estimator = fit(run)
     print_race(run, costs, range(run.K + 1), best_fixed, partial(frontier, args.csv),
@@ -898,8 +889,6 @@ def peers(run: Run, load: int, cost: av.CostTable):
 
 
 # ---- 6. `python demo.py study`. `seen` (n,): whether each draft was accepted.
-
-
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-x)), without overflow."""
     return np.exp(-np.logaddexp(0, -x))
@@ -910,11 +899,6 @@ def auc(seen: np.ndarray, score: np.ndarray) -> float:
     _, which, count = np.unique(score, return_inverse=True, return_counts=True)
     ranks, n = (np.cumsum(count) - (count - 1) / 2)[which], int(seen.sum())
     return (ranks[seen].sum() - n * (n + 1) / 2) / max(n * (len(seen) - n), 1)
-
-
-def log_loss(seen: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean of -log(the chance that was given to what happened), in nats."""
-    return -np.log(np.where(seen, predicted, 1 - predicted).clip(1e-12)).mean()
 
 
 def ece(seen: np.ndarray, predicted: np.ndarray, bins: int = 10) -> float:
@@ -986,7 +970,8 @@ def head_inputs(decoder, features, drafts, depths) -> np.ndarray:
     """What a confidence head reads, (R, D, H): the block, and the draft before."""
     block, rows = decoder.drafter.head, np.flatnonzero(depths)
     slots = np.flatnonzero(decoder.request >= 0)[rows]
-    seen = decoder.drafter.recall(0, decoder.tokens, decoder.lengths[slots], slots)
+    decoder.drafter.commit(slots, None)  # back to what was seen
+    seen = decoder.drafter.recall(decoder.tokens, decoder.lengths[slots], slots)
     before = block.bias_embed(F.pad(drafts, (1, 0))[:, :-1])
     states = before.new_zeros(*drafts.shape, block.head.in_features)
     states[rows] = block.states(*seen, drafts.shape[1])
@@ -1094,12 +1079,12 @@ def print_kinds(run: Run) -> tuple:
 def print_features(run: Run, fitted: dict, held: dict, steps: list[av.Step]):
     """What tells which drafts will be accepted, and what each fit of it is worth."""
     def scores(name, predicted):
-        line(name, *(score(held["seen"], predicted) for score in (auc, log_loss, ece)))
+        line(name, *(score(held["seen"], predicted) for score in (auc, ece)))
 
     title(f"Which feature tells what will be accepted? Drafter: {run.pair.kind}",
           f"fitted on half of the prompts, scored on {len(held['seen']):,} drafts of "
           "others", "trained head: DSpark's, on the block; truth: sum(min(p, q))")
-    line("", "AUC", "logloss", "ECE")
+    line("", "AUC", "ECE")
     predicted = {name: chances(run.K, held, batch_fit(run.K, fitted, name), name)
                  for name in fitted if name not in ("seen", "position", "prompt")}
     predicted["truth"] = sigmoid(held["truth"])
@@ -1192,9 +1177,8 @@ def study(run: Run, args):
 
 
 # ---- 7. The command line.
-
 COMMANDS = {  # name: what it calls; loads, rounds, loads of --quick
-    "show": (show, "1,16,64", 7, "1,16"), "sweep": (sweep, "1,16,64,256", 11, "1,16"),
+    "show": (show, "1,16,64", 5, "1,16"), "sweep": (sweep, "1,16,64,256", 11, "1,16"),
     "study": (study, "16,64", 5, "16,64")}
 
 
@@ -1214,7 +1198,7 @@ def arguments() -> argparse.Namespace:
     flag("--temperature", type=float, default=1.0)
     flag("--top-p", type=float, default=0.95)
     flag("--seed", type=int, default=0)
-    flag("--rounds", type=int, help="slices per arm: 7, sweep 11, study 5, --quick 2")
+    flag("--rounds", type=int, help="of the race: 5, sweep 11, --quick 2")
     flag("--csv", metavar="FILE", help="sweep: where to write its table, too")
     flag("--peers", action="store_true", help="sweep: transformers' generate, too")
     args = parser.parse_args()
