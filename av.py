@@ -28,6 +28,7 @@ tensors on the models' device; the host decides, in numpy. Sections 3 and 4 are 
 vLLM's `v1/worker/gpu/spec_decode/`. Input that is out of range raises ValueError.
 """
 import copy
+import itertools
 import time
 import warnings
 from dataclasses import dataclass
@@ -339,8 +340,9 @@ class Decoder:
         self.plan, self.K, self.law, self.cost = plan if K else "fixed", K, law, cost
         if estimator is None and self.plan != "fixed":
             estimator = AcceptanceEstimator(K)
-        k = getattr(estimator, "num_speculative_tokens", K * (estimator is None))
-        _check(k == K, f"estimator must be one for K = {K}, got {estimator} for {k}")
+        k = getattr(estimator, "num_speculative_tokens", None)
+        _check(estimator is None or k == K,
+               f"estimator must be one for K = {K}, got {estimator} for {k}")
         _check(isinstance(cost, CostTable | None), f"cost must be a CostTable: {cost!r}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
         self.sees = target.keep_hidden = hasattr(drafter, "see")
@@ -403,11 +405,15 @@ class Decoder:
         # 5. accept
         finite = logits.amax(-1).isfinite().all().expand(len(slots))
         outcome = torch.stack([accepted, next_tokens, finite.long()]).cpu().numpy()
-        done = self.accept(slots, host_drafts, features, survival, num_verified, *outcome)
-        self.tokens[send(slots), send(lengths + done.accepted)] = next_tokens
+        accepted, _, finite = outcome  # (R,) each
+        if not finite.all():
+            raise FloatingPointError("the target gave logits that are not finite")
+        self.tokens[send(slots), send(lengths + accepted)] = next_tokens
         if self.sees:
             first = (num_verified + 1).cumsum() - num_verified - 1  # (R,) row of each
-            self.drafter.see(slots, self.target.hidden[send(first + done.accepted)])
+            self.drafter.see(slots, self.target.hidden[send(first + accepted)])
+        # From here on nothing can fail: a step counts as a whole or not at all.
+        done = self.accept(slots, host_drafts, features, survival, num_verified, *outcome)
         # 6. learn
         done.draft_ms = 1e3 * (drafted - drafting)
         done.ms = 1e3 * (time.perf_counter() - began)
@@ -473,8 +479,6 @@ class Decoder:
     def accept(self, slots, drafts, features, survival, num_verified, accepted,
                next_tokens, finite):
         """Give the requests their tokens, and free the slots of those that have all."""
-        if not finite.all():
-            raise FloatingPointError("the target gave logits that are not finite")
         R, D = drafts.shape
         tokens = np.column_stack([drafts, next_tokens])  # (R, D + 1)
         tokens[np.arange(R), accepted] = next_tokens
@@ -634,8 +638,12 @@ class SlotLM:
         models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
         self.configs = [vars(m.config) for m in models]  # with the name of an attention
 
+    @torch.inference_mode()
     def commit(self, slots, lengths):
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
+        if len(new := slots[lengths == 0]):  # what is void is masked, but nan is never
+            for cache in itertools.chain(*self.kv.values()):
+                cache[_send(new, self.device)] = 0
 
     def next_logits(self, tokens, lengths, slots, position=0, depth=0):
         return self.logits(tokens, lengths, slots, np.zeros_like(slots))
@@ -762,7 +770,7 @@ def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
     probe.generator = torch.Generator(probe.device).manual_seed(0)
     for i, n in enumerate(contexts):
         prompt = np.asarray(prompts[i % len(prompts)]).tolist()
-        probe.add(i, (prompt * int(n))[:n], 1)
+        probe.add(i, (prompt[:n] * int(n))[:n], 1)
 
     def time_step(n, depth):
         slots = np.linspace(0, B - 1, n).astype(int)
@@ -800,14 +808,15 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     one per prompt. num_speculative_tokens: K; 0 is plain decoding. max_batch_size: how
     many run at once; who ends is replaced. eos_token_id: none, one or several. cost,
     estimator: to go on with; otherwise measured, and fresh. on_step: gets each `Step`,
-    may return the numbers of requests to end. law: temperature, top_k, top_p of both;
+    may return the numbers of running ones to end. law: temperature, top_k, top_p of both;
     generation configs are not read. The same seed gives the same tokens, unless costs
     are learned from the clock: then the same law. Raises ValueError (unfit input),
     NotImplementedError (unfit models), FloatingPointError (logits not finite)."""
     own = hasattr(drafter, "next_logits") or not num_speculative_tokens
     requests = _check_requests(target, drafter, own, prompts, max_new_tokens)
     _check(on_step is None or callable(on_step), f"on_step must be callable: {on_step}")
-    eos = [] if eos_token_id is None else np.ravel(eos_token_id).tolist()
+    eos = list(eos_token_id) if isinstance(eos_token_id, set) else eos_token_id
+    eos = [] if eos is None else np.ravel(eos).tolist()
     B = min(_number("max_batch_size", max_batch_size, 1, 2**31, int), len(requests) or 1)
     longest = max([len(prompt) + n for prompt, n in requests] or [1])
     decoder = Decoder(
@@ -857,10 +866,10 @@ def _check_requests(target, drafter, own, prompts, max_new_tokens):
     new = new if isinstance(new, (list, tuple)) else [new] * len(prompts)
     _check(len(new) == len(prompts), f"max_new_tokens: {len(new)} for {len(prompts)} prompts")
     ids = [_token_ids(f"prompts[{i}]", prompt, V) for i, prompt in enumerate(prompts)]
+    new = [_number("max_new_tokens", n, 0, 2**31, int) for n in new]
     for i, n in enumerate(new):
-        n = _number("max_new_tokens", n, 0, 2**31, int) + len(ids[i])
-        _check(ids[i] and n <= limit, f"prompts[{i}] must have 1 to {limit} tokens, the new"
-               f" ones included, got {len(ids[i])} and {new[i]}")
+        _check(ids[i] and len(ids[i]) + n <= limit, f"prompts[{i}] must have 1 to {limit} "
+               f"tokens, the new ones included, got {len(ids[i])} and {n}")
     return list(zip(ids, new))
 
 
