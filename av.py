@@ -55,7 +55,8 @@ CONTEXT = 256  # costs are measured up to this length: to start soon, whatever t
 
 
 def _send(x, device):
-    return torch.from_numpy(x).to(device, non_blocking=True)  # the host does not wait
+    x = torch.from_numpy(x)  # elsewhere, the host does not wait for the copy
+    return x if device.type == "cpu" else x.to(device, non_blocking=True)
 
 
 def _check(ok, message, *values):
@@ -468,6 +469,8 @@ class Decoder:
 
     def survival(self, features, drafts, depths):
         """(R, D), 0 behind an end token. LOSSLESS: each asks for earlier drafts only."""
+        if not drafts.size:
+            return np.zeros(drafts.shape)
         drawn = np.arange(drafts.shape[1]) < depths[:, None]
         if not np.isfinite(features[drawn]).all():
             raise FloatingPointError("the drafter gave logits that are not finite")

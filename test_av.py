@@ -30,7 +30,7 @@ import av
 import demo
 
 FALSE_ALARM = 1e-6
-PLANS = ["fixed", "verification", "adaptive"]
+CPU, PLANS = torch.device("cpu"), ["fixed", "verification", "adaptive"]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def idea(monkeypatch):
 
 class Table:
     """A model that is a table of probabilities: law(text) is that of the next token."""
-    device = torch.device("cpu")
+    device = CPU
 
     def __init__(self, law, V):
         self.law, self.vocab_size = law, V
@@ -986,7 +986,7 @@ def test_logits_from_the_cache_are_those_without_it(heads):
 
 def cover(start, counts):
     """What the calls read for each token; the batch; pairs of queries and keys."""
-    batch, read = av.Ragged(np.arange(len(start)), start, counts, "cpu"), []
+    batch, read = av.Ragged(np.arange(len(start)), start, counts, CPU), []
     for cache, queries, seen, keys in batch.calls:
         rows = torch.arange(len(start))[cache]
         assert queries.shape == (seen.numel(),) and len(rows) == len(seen)
@@ -1015,7 +1015,7 @@ def test_slots_that_are_mostly_in_use_are_read_without_a_copy():
     """To gather the cache of 63 slots of 64 copies it in each layer of each pass."""
     for slots, whole in (([0, 1, 3], slice(0, 4)), ([5], slice(5, 6)), ([0, 9], None)):
         n = np.ones(len(slots), int)
-        (rows, *_), = av.Ragged(np.array(slots), 4 * n, n, "cpu").calls
+        (rows, *_), = av.Ragged(np.array(slots), 4 * n, n, CPU).calls
         assert rows == whole if whole else rows.tolist() == slots
 
 
@@ -1528,7 +1528,7 @@ def test_a_pair_in_folders_is_loaded_and_a_broken_one_is_refused(tmp_path, monke
     def load(target):
         monkeypatch.setattr(sys, "argv", ["demo.py", "--target", f"./{target}", "--draft",
                                           "./draft", "--prompts", "lines"])
-        return demo.find_pair(demo.arguments(), torch.device("cpu"))
+        return demo.find_pair(demo.arguments(), CPU)
 
     pair = load("target")
     assert pair.prompts == [tokenizer(line).input_ids for line in ("ab", "cd")]
