@@ -760,7 +760,8 @@ def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
     """Time steps of an idle decoder in which all draft and verify each of DEPTHS, and K.
 
     Contexts are spread over the slots, as attention reads up to the longest: from the
-    shortest prompt to CONTEXT, the prompts repeated. The least of `repeats` counts."""
+    shortest prompt to CONTEXT, the prompts repeated. The median of `repeats` counts, as
+    it wanders less than the mean or the least."""
     B, K = len(decoder.tokens), len(decoder.q)
     high = min(decoder.tokens.shape[1] - K - 1, CONTEXT)  # K drafts and a bonus follow
     contexts = np.linspace(min([high, *map(len, prompts)]), high, B).astype(int)
@@ -786,7 +787,7 @@ def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
     shapes = [(B, d) for d in range(K + 1) if d in (*DEPTHS, K)]
     shapes += [(n, 0) for n in {1, B // 4, B // 2} - {0, B}]  # as requests run out
     times = [[time_step(*shape) for shape in shapes] for _ in range(repeats + 1)]
-    drafting, rest = np.min(times[1:], 0).T  # the first round warms up
+    drafting, rest = np.median(times[1:], 0).T  # the first round warms up
     return CostTable({d: ms for (_, d), ms in zip(shapes, drafting) if d},
                      {n * (1 + d): ms for (n, d), ms in zip(shapes, rest)})
 

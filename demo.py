@@ -510,7 +510,7 @@ def fit(run: Run) -> av.AcceptanceEstimator:
 def measure(run: Run, load: int) -> av.CostTable:
     """The costs at a load, with contexts spread as those of the requests will be."""
     status(f"{load} requests: measuring costs")
-    repeats = 2 if run.quick else 15 if load < 64 else 10 if load == 64 else 4
+    repeats = 3 if run.quick else 30 if load < 64 else 20 if load == 64 else 8
     return av.measure_costs(run.decoder(load), run.pair.prompts, repeats=repeats)
 
 
@@ -816,7 +816,7 @@ def show(run: Run, args):
 # ---- 5. `python demo.py sweep`: is adaptive on the frontier, or is some fixed K?
 def sweep(run: Run, args):
     """Every fixed K and both rules at each load."""
-    run = replace(run, turns=3 if run.quick else 9)
+    run = replace(run, turns=3 if run.quick else 6)
     costs = print_costs(run, run.loads)
     run.estimator = fit(run)
     print_race(run, costs, range(run.K + 1), best_fixed, partial(frontier, args.csv),

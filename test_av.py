@@ -1396,7 +1396,7 @@ def record_steps(monkeypatch):
     return seen
 
 
-def test_costs_are_the_least_of_the_repeats_at_the_shapes_that_run(monkeypatch):
+def test_costs_are_the_median_of_the_repeats_at_the_shapes_that_run(monkeypatch):
     """A hiccup, or a warm-up round, that is counted leads to wrong budgets for a run.
 
     A clock of our own moves by 3 ms a pass of the target and .5 a token, 2 and .25 of
