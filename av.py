@@ -44,7 +44,7 @@ MIN_CURVATURE = 0.05  # of a label in the fit: `AcceptanceEstimator.observe` say
 MAX_FIT_STEP = 3.0  # of a coefficient per refit: a switch takes two; 5 would overshoot
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # with 8 requests a step renews half of the forecast, with one a ninth
-PLAN_EVERY = 4  # steps that a plan serves: it changes slowly, and costs 1 % of a step
+PLAN_EVERY = 4  # steps that a plan serves: planning costs 1 % of a step, and changes little
 COST_RATE = 0.05  # how far a step moves the cost factors: 20 steps follow the machine
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
 PROMPT = 16  # a row that is wider than usual by more than this is attended alone
@@ -159,8 +159,8 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
 def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-odds of the likeliest token, (..., V) -> (...,), in +-MAX_LOG_ODDS.
 
-    LOSSLESS: it reads the law, not the token drawn from it. It reads it before top-k and
-    top-p, which often leave one token; so would temperature 0, which is read as 1."""
+    LOSSLESS: it reads the law, not the token drawn from it. The law is that before top-k
+    and top-p, which often leave one token. Temperature 0 always would: 1 is read then."""
     _number("temperature", temperature, 0, 1e6)
     law = _softmax(logits, temperature)
     return (law.amax(-1) / law.sum(-1)).logit().clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
@@ -240,7 +240,7 @@ class AcceptanceEstimator:
 class CostTable:
     """Milliseconds of a step, linear between the points that were measured.
 
-    draft: {passes: ms}, to draft so many tokens for each request. verify: {tokens: ms},
+    draft: {depth: ms}, to draft so many tokens for each request. verify: {tokens: ms},
     the rest of a step in which the target reads so many. Noise only adds time: where a
     larger size was faster, its time counts (a running minimum from the right). Beyond
     the last point costs are proportional to it."""
@@ -302,7 +302,8 @@ def trim(survival: np.ndarray, budget: int) -> np.ndarray:
     -1 where nothing was drafted. subtle: the sort is stable, so ties go by position:
     prefixes stay whole, and no token breaks a tie."""
     _number("budget", budget, 0, survival.size, int)
-    # LOSSLESS: a slot is outranked by survivals that its own draft cannot change.
+    # LOSSLESS: a draft changes the survivals behind it in its request, no others, and
+    # those never rank above its own. So it has no say in whether it is verified.
     best = np.argsort(-survival.T, axis=None, kind="stable")[:budget]
     return np.bincount(best % len(survival), minlength=len(survival))
 
@@ -397,7 +398,7 @@ class Decoder:
         features, host_drafts = features.cpu().numpy(), drafts.cpu().numpy()  # (R, D)
         survival = self.survival(features, host_drafts, depths)  # (R, D)
         drafted = time.perf_counter()
-        # 3. trim
+        # 3. trim. (What was not drafted ranks last, so this cap changes no choice.)
         num_verified = trim(survival, min(budget, int(depths.sum())))  # (R,)
         # 4. verify. What was trimmed is not among the tokens that the target reads.
         logits = self.target.logits(self.tokens, lengths, slots, num_verified)
@@ -406,7 +407,7 @@ class Decoder:
         # 5. accept
         finite = logits.amax(-1).isfinite().all().expand(len(slots))
         outcome = torch.stack([accepted, next_tokens, finite.long()]).cpu().numpy()
-        accepted, _, finite = outcome  # (R,) each
+        accepted, host_next, finite = outcome  # (R,) each
         if not finite.all():
             raise FloatingPointError("the target gave logits that are not finite")
         self.tokens[send(slots), send(lengths + accepted)] = next_tokens
@@ -414,7 +415,8 @@ class Decoder:
             first = (num_verified + 1).cumsum() - num_verified - 1  # (R,) row of each
             self.drafter.see(slots, self.target.hidden[send(first + accepted)])
         # From here on nothing can fail: a step counts as a whole or not at all.
-        done = self.accept(slots, host_drafts, features, survival, num_verified, *outcome)
+        done = self.accept(slots, host_drafts, features, survival, num_verified, accepted,
+                           host_next)
         # 6. learn
         done.draft_ms = 1e3 * (drafted - drafting)
         done.ms = 1e3 * (time.perf_counter() - began)
@@ -429,6 +431,7 @@ class Decoder:
         if self.plan == "fixed":
             return most, int(most.sum())
         _check(self.cost, "plan {} needs a cost table, got {}", self.plan, self.cost)
+        # (A plan not to draft may only say that none could draft: it serves one step.)
         if not self.planned[0] or self.estimator.steps % PLAN_EVERY == 0:
             usable = np.arange(self.K) < most[:, None]
             survival = np.where(usable, self.expected[slots].cumprod(1), -1.0)
@@ -468,7 +471,9 @@ class Decoder:
         return (tokens[..., None] == self.eos).any(-1)
 
     def survival(self, features, drafts, depths):
-        """(R, D), 0 behind an end token. LOSSLESS: each asks for earlier drafts only."""
+        """(R, D), 0 behind an end token, -1 where nothing was drafted.
+
+        LOSSLESS: the survival of a draft depends on its law and on the drafts before it."""
         if not drafts.size:
             return np.zeros(drafts.shape)
         drawn = np.arange(drafts.shape[1]) < depths[:, None]
@@ -480,7 +485,7 @@ class Decoder:
         return np.where(drawn, c.cumprod(1), -1.0)
 
     def accept(self, slots, drafts, features, survival, num_verified, accepted,
-               next_tokens, finite):
+               next_tokens):
         """Give the requests their tokens, and free the slots of those that have all."""
         R, D = drafts.shape
         tokens = np.column_stack([drafts, next_tokens])  # (R, D + 1)
@@ -644,7 +649,7 @@ class SlotLM:
     @torch.inference_mode()
     def commit(self, slots, lengths):
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
-        if len(new := slots[lengths == 0]):  # what is void is masked, but nan is never
+        if len(new := slots[lengths == 0]):  # what is void is masked, but 0 * nan is nan
             for cache in itertools.chain(*self.kv.values()):
                 cache[_send(new, self.device)] = 0
 
@@ -813,8 +818,8 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     many run at once; who ends is replaced. eos_token_id: none, one or several. cost,
     estimator: to go on with; otherwise measured, and fresh. on_step: gets each `Step`,
     may return the numbers of running ones to end. law: temperature, top_k, top_p of both;
-    generation configs are not read. The same seed gives the same tokens, unless costs
-    are learned from the clock: then the same law. Raises ValueError (unfit input),
+    generation configs are not read. The same seed gives the same tokens with "fixed";
+    other plans follow the clock, and give the same law. Raises ValueError (unfit input),
     NotImplementedError (unfit models), FloatingPointError (logits not finite)."""
     own = hasattr(drafter, "next_logits") or not num_speculative_tokens
     requests = _check_requests(target, drafter, own, prompts, max_new_tokens)
