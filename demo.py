@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Adaptive verification on a real pair of models: `python demo.py`.
 
-It shows what a step costs here; one real step as a grid, with its budget worked out; a
-text being written; THE TABLE of plain decoding, fixed K, the published rule
-(verification) and adaptive, which also chooses how far to draft; and whether the
-estimator is right. `sweep` tries every fixed K, `study` compares drafters, features and
-fits. No GPU and no network are needed: a small pair on bytes is trained on first use.
-`--target NAME --draft NAME` takes any two causal LMs of one vocabulary.
+It shows what a step costs; one real step as a grid, with its budget worked out; a text
+being written; the table of plain decoding, fixed K, the published rule (verification)
+and adaptive, which also chooses how far to draft; and whether the estimator is right.
+`sweep` tries every fixed K, `study` compares drafters, features and fits. No GPU and no
+network are needed: a small pair is trained on first use. `--target NAME --draft NAME`
+takes two causal LMs of one vocabulary.
 """
 import argparse
 import copy
