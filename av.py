@@ -2,12 +2,10 @@
 """Adaptive verification for speculative decoding without a confidence head: one file.
 
 A cheap drafter proposes up to K tokens for each request, and the target checks them in
-one pass. Rejection sampling keeps the text distributed as if the target had written it
-alone. In a large batch each checked draft costs time, so only those worth it should be
-checked. The confidence in a draft is the chance that it is accepted if all before it
-were. A logistic regression reads it off the drafter's law, from the log-odds of the
-largest probability. The survival of a draft is the product of the confidences up to it.
-How many to check, the draft budget, follows from the survivals and measured costs.
+one pass. In a large batch each check costs time, so only drafts that are worth it are
+checked. The confidence in a draft, read off the drafter's law, is the chance that it is
+accepted if all before it were. The product of the confidences up to it is its survival.
+Survivals and measured costs say how many to check: the draft budget.
 
 What keeps it LOSSLESS: rejection sampling is exact if a draft, *given that it is
 verified*, is still drawn from q. So whether draft x_2 is verified may depend on anything
@@ -23,12 +21,9 @@ Biased: "verify x_2 if q_2(x_2) is high". An unlikely x_2 would be replaced by a
 the target, and the text would hold too many of the likely ones.
 
 p is the law of the target, q of the drafter. V: tokens of the vocabulary; R: requests
-of a step, in some of B slots; D <= K: drafts of each; T: tokens of a pass. Laws are
-tensors on the models' device; the host decides, in numpy. Sections 3 and 4 are those of
-vLLM's `v1/worker/gpu/spec_decode/`. Input that is out of range raises ValueError.
-"""
+of a step, in some of B slots; D <= K: drafts of each; T: tokens of a pass. Laws stay on
+the models' device; the host decides, in numpy."""
 import copy
-import itertools
 import time
 import warnings
 from dataclasses import dataclass
@@ -40,39 +35,35 @@ from torch.nn.functional import pad
 
 # The numbers that are a choice, and why. Those of the fit are its arguments.
 MAX_LOG_ODDS = 10.0  # features end here: surer drafters differ in rounding only
-MIN_CURVATURE = 0.05  # of a label in the fit: `AcceptanceEstimator.observe` says why
+MIN_CURVATURE = 0.05  # of a label in the fit: `observe` says why
 MAX_FIT_STEP = 3.0  # of a coefficient per refit: a switch takes two; 5 would overshoot
+FIRST_FEATURE = 2.0  # is forecast before one is seen: a q_max of .88
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # with 8 requests a step renews half of the forecast, with one a ninth
-PLAN_EVERY = 4  # steps that a plan serves: planning costs 1 % of a step, and changes little
-COST_RATE = 0.05  # how far a step moves the cost factors: 20 steps follow the machine
+PLAN_EVERY = 4  # steps that a plan serves: to plan takes 1 % of a step
+COST_RATE = 0.05  # how far a step moves the cost factors: in 20 they follow the machine
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
 PROMPT = 16  # a row that is wider than usual by more than this is attended alone
 WIDER = 4  # the price of attending to a row once more, in padded tokens
 CALL = 1000  # the price of one more attention call, in cached tokens
 DEPTHS = 0, 1, 2, 3, 5, 7  # drafts of each request at which costs are measured; and K
-CONTEXT = 256  # costs are measured up to this length: to start soon, whatever the limit
-
+CONTEXT = 256  # costs are measured up to this length, to start soon
 
 def _send(x, device):
     x = torch.from_numpy(x)  # elsewhere, the host does not wait for the copy
     return x if device.type == "cpu" else x.to(device, non_blocking=True)
 
-
 def _check(ok, message, *values):
     if not ok:
         raise ValueError(message.format(*values) if values else message)
 
-
 def _number(name, value, low, high, kinds=(int, float)):
     """The value as a Python number if it is one in low..high, else a ValueError."""
     exact = value.item() if isinstance(value, np.generic) else value
-    good = isinstance(exact, kinds) and not isinstance(exact, bool)
+    good = isinstance(exact, kinds) and not isinstance(exact, bool) and low <= exact <= high
     what = "whole number" if kinds is int else "number"
-    _check(good and low <= exact <= high, "{} must be a {} in {}..{}, got {!r}",
-           name, what, low, high, value)
+    _check(good, "{} must be a {} in {}..{}, got {!r}", name, what, low, high, value)
     return exact
-
 
 def _token_ids(name, ids, V):
     ids = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
@@ -84,8 +75,8 @@ def _token_ids(name, ids, V):
 # ---- 1. Laws: from logits to probabilities, and from probabilities to a token.
 def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     """Logits (..., V) to the float32 probabilities that are drawn from: by temperature
-    (0: one token has all mass), top-k (0: off), top-p, in this order, as transformers
-    does. What ties with the last token kept is kept."""
+    (0: one token has all mass), top-k (0: off), top-p, in this order. What ties with the
+    last token kept is kept."""
     _number("temperature", temperature, 0, 1e6)
     _number("top_k", top_k, 0, 2**62, int)
     _number("top_p", top_p, 1e-300, 1)
@@ -103,14 +94,12 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
         law = law.where(law >= rising.gather(-1, edge.clamp(max=law.shape[-1] - 1)), 0.0)
     return law / law.sum(-1, keepdim=True)  # (a float32 softmax of many is off by 5e-4)
 
-
 def _softmax(logits, temperature):
     logits = logits.float()
     if temperature not in (0, 1):
         # Less the maximum: a tiny temperature then gives exp(-inf), not inf - inf.
         logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     return logits.softmax(-1)
-
 
 def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw per row of weights, which need not sum to one, (..., V) -> (...,)."""
@@ -165,13 +154,11 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     law = _softmax(logits, temperature)
     return (law.amax(-1) / law.sum(-1)).logit().clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
 
-
 class AcceptanceEstimator:
     """confidence_i = sigmoid(slope * feature_i + intercept_i), i the position of a draft.
 
-    Fitted online for one pair and sampling setting, every `refit_every` steps. ridge:
-    keeps the fit solvable without labels. damping: labels at which a coefficient takes
-    half of its step. The defaults are vLLM's."""
+    Fitted online, to one pair and sampling setting. ridge keeps it solvable without
+    labels; with `damping` labels a coefficient takes half of its step (vLLM's numbers)."""
 
     def __init__(self, num_speculative_tokens, *, refit_every=100, ridge=1e-3,
                  damping=50.0, slope=0.5, intercept=-0.2):
@@ -192,8 +179,8 @@ class AcceptanceEstimator:
     def observe(self, features, num_verified, accepted):
         """Add the labels of a step, (R, D <= K), (R,), (R,), and refit after a round.
 
-        A draft has a label if it was verified and all before it were accepted. The first
-        rejection is so a request's last label; what was not verified has none, not 0."""
+        A draft has a label if it was verified and all before it were accepted; what was
+        not verified has none, which is not the label "rejected"."""
         features, *counts = map(np.asarray, (features, num_verified, accepted))
         (R, D), (num_verified, accepted) = features.shape, counts
         _check(D <= self.num_speculative_tokens and all(
@@ -217,16 +204,16 @@ class AcceptanceEstimator:
     def refit(self):
         """One damped Newton step on the sums of the round, which then start from zero.
 
-        The Hessian (K+1, K+1) is an arrowhead, dense in its first row and column, since
-        a draft has one position. So six sums per position hold all of a round."""
+        A draft has one position, so the Hessian (K+1, K+1) is an arrowhead, dense in its
+        first row and column only, and six sums per position hold all of a round."""
         cff, cf, c, rf, r, labels = self.sums
         hessian = np.diag(np.append(cff.sum(), c) + self.ridge)
         hessian[0, 1:] = hessian[1:, 0] = cf
         gradient, labels = np.append(rf.sum(), r), np.append(labels.sum(), labels)
         damp = labels / np.maximum(labels + self.damping, 1e-9)  # no labels: no step
         step = -np.linalg.lstsq(hessian, gradient, rcond=None)[0] * damp
-        # The slope is kept at or above zero. With a negative one, the draft that the
-        # drafter is surer of would be ranked lower. The intercepts fit the slope taken.
+        # A negative slope would rank lower what the drafter is surer of: it is kept at
+        # or above zero, and the intercepts are then solved for that slope.
         if step[0] < -self.slope:
             rest = (cf * self.slope - r) / hessian.diagonal()[1:]
             step = np.append(-self.slope, rest * damp[1:])
@@ -238,25 +225,24 @@ class AcceptanceEstimator:
 
 # ---- 4. Costs, budget, trim (vLLM: build_cost_tables_from_curves).
 class CostTable:
-    """Milliseconds of a step, linear between the points that were measured.
+    """Milliseconds of a step, by straight lines between the points that were measured.
 
     draft: {depth: ms}, to draft so many tokens for each request. verify: {tokens: ms},
-    the rest of a step in which the target reads so many. Noise only adds time: where a
-    larger size was faster, its time counts (a running minimum from the right). Beyond
-    the last point costs are proportional to it."""
+    the rest of a step in which the target reads so many. Noise only adds time, so where
+    a larger size was faster, its time counts. Beyond the last point: in proportion."""
 
     def __init__(self, draft, verify):
-        self.curves = [self._curve("draft", draft), self._curve("verify", verify)]
+        self.curves = []
         self.factors = np.ones(2)  # how much slower drafting, and the rest, are lately
-
-    def _curve(self, name, points):
-        _check(isinstance(points, dict) and points, f"{name} must be a dict: {points}")
-        for size, ms in points.items():
-            _number(f"a size of {name}", size, 1, 2**39, int)
-            _number(f"{name}[{size}]", ms, 1e-300, 1e280)
-        x, y = np.array(sorted(points.items()), float).T
-        y = np.minimum.accumulate(y[::-1])[::-1]
-        return np.append(x, 2.0**40), np.append(y, y[-1] / x[-1] * 2.0**40)
+        for name, points in ("draft", draft), ("verify", verify):
+            _check(isinstance(points, dict) and points, f"{name} must be a dict: {points}")
+            for size, ms in points.items():
+                _number(f"a size of {name}", size, 1, 2**39, int)
+                _number(f"{name}[{size}]", ms, 1e-300, 1e280)
+            x, y = np.array(sorted(points.items()), float).T
+            y = np.minimum.accumulate(y[::-1])[::-1]
+            end = 2.0**40
+            self.curves.append((np.append(x, end), np.append(y, y[-1] / x[-1] * end)))
 
     def draft_ms(self, passes):
         return np.sign(passes) * self.factors[0] * np.interp(passes, *self.curves[0])
@@ -271,21 +257,19 @@ class CostTable:
         ratio = np.where(expected, ratio, 1.0).clip(0.5, 2.0)  # a hiccup counts little
         self.factors *= ratio**COST_RATE
 
-
 def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]:
     """(depth, budget), how far to draft and how much to verify, for most tokens per ms:
     argmax of (R + sum of the best survivals) / (draft ms + verify ms of R + budget).
 
-    survival: (R, K), negative where no draft can be used. The published rule drafts K;
-    with `all_depths` the depth is chosen too. Costs may be a staircase, so all budgets
-    are tried. LOSSLESS: survivals are those that *earlier* steps expect; this step's
-    depend on the very drafts that are decided about."""
+    survival: (R, K), negative where no draft can be used; LOSSLESS: as forecast by
+    *earlier* steps, for this step's depend on the very drafts that are decided about.
+    The published rule drafts K; with `all_depths` the depth is chosen too."""
     R, K = survival.shape
     order = np.argsort(-survival, axis=None, kind="stable")  # slots, best first
     best, position = survival.flat[order], order % K
-    passes = int((survival >= 0).any(0).sum())  # those that any request can use
-    depths = np.arange(0 if all_depths else passes, passes + 1)
-    # A row per depth. Each column adds one more slot, if it lies within that depth.
+    deepest = int((survival >= 0).any(0).sum())  # that any request can use
+    depths = np.arange(0 if all_depths else deepest, deepest + 1)
+    # Each row goes through the slots, best first, and takes those within its depth.
     taken = np.pad((position < depths[:, None]) & (best >= 0), ((0, 0), (1, 0)))
     budgets = taken.cumsum(1)  # (depths, R * K + 1)
     tokens = R + (taken * np.append(0.0, best)).cumsum(1)
@@ -294,25 +278,36 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
     at = np.argmax(rate >= rate.max() * (1 - 1e-12))  # the smallest of equals
     return int(depths[at // rate.shape[1]]), int(budgets.flat[at])
 
-
 def trim(survival: np.ndarray, budget: int) -> np.ndarray:
     """Verified drafts of each request (R,): its share of the `budget` best slots.
 
-    survival: (R, D), never rising along a request, so that its best slots are a prefix;
-    -1 where nothing was drafted. subtle: the sort is stable, so ties go by position:
-    prefixes stay whole, and no token breaks a tie."""
+    survival: (R, D), never rising along a request; -1 where nothing was drafted."""
     _number("budget", budget, 0, survival.size, int)
-    # LOSSLESS: a draft changes the survivals behind it in its request, no others, and
-    # those never rank above its own. So it has no say in whether it is verified.
+    # LOSSLESS: a draft changes only the survivals behind it in its request, and those
+    # never rank above its own. So it has no say in whether it is verified. subtle: a
+    # stable sort breaks ties by position, so that a request's best slots are its first.
     best = np.argsort(-survival.T, axis=None, kind="stable")[:budget]
     return np.bincount(best % len(survival), minlength=len(survival))
 
 
 # ---- 5. The loop. Plain decoding (K = 0) and fixed K are other plans of the same step.
+#    It knows models by these verbs. slots (r,) ascending, lengths and num_verified (r,)
+#    are host arrays; tokens (B, max_length) hold texts, then drafts.
+#
+#    target.vocab_size, target.device
+#    target.logits(tokens, lengths, slots, num_verified) -> (r + sum(num_verified), V)
+#        Once a step: logits behind each text, and behind each verified draft.
+#    target.hidden (the same rows, H): what its head read, if told to `keep_hidden`.
+#    drafter.next_logits(tokens, lengths, slots, position, depth) -> (r, any width)
+#        For each position < depth: logits behind `lengths` tokens, drafts included.
+#        LOSSLESS: it may look at the text, and at the drafts of its own slot.
+#    drafter.see(slots, hidden (r, H)): optional, after a step: the state that gave each
+#        bonus token. A new request drafts nothing in its first step: none was seen.
+#    both.commit(slots, lengths): before a step; what is beyond is void. 0: a new text.
 @dataclass
 class Step:
     """What a step did to its R requests: host arrays, void where there was no draft."""
-    requests: np.ndarray  # (R,) the numbers that they were added with
+    requests: np.ndarray  # (R,) as numbered by `add`
     tokens: np.ndarray  # (R, D + 1) accepted drafts, then the bonus token, then void
     num_committed: np.ndarray  # (R,) of `tokens`, nothing behind an end token
     drafts: np.ndarray  # (R, D)
@@ -321,46 +316,45 @@ class Step:
     features: np.ndarray  # (R, D) logit(q_max)
     survival: np.ndarray  # (R, D) as estimated, -1 where nothing was drafted
     ms: float = np.nan  # what the step took
-    draft_ms: float = np.nan  # and of it, drafting
-    expected_ms: float = np.nan  # by the cost table, which knows nothing of prompts
-
+    draft_ms: float = np.nan  # of it, drafting
+    expected_ms: float = np.nan  # by the cost table, which knows no prompts
 
 class Decoder:
-    """Requests in slots, and one step of them all. Section 7 has the verbs of models.
+    """Requests in slots, and one step of them all.
 
     plan: "fixed" verifies all K drafts, "verification" (the published rule) trims them,
-    "adaptive" also chooses how far to draft. max_length: tokens of a request. cost: a
-    CostTable, not needed by "fixed". law: temperature, top_k, top_p."""
+    "adaptive" also chooses how far to draft; both need a `cost`. max_length: tokens of a
+    request. law: temperature, top_k, top_p."""
 
     def __init__(self, target, drafter, *, max_batch_size, max_length, plan="adaptive",
                  num_speculative_tokens=7, estimator=None, cost=None, eos_token_ids=(),
                  seed=None, **law):
         K = _number("num_speculative_tokens", num_speculative_tokens, 0, 1000, int)
         B = _number("max_batch_size", max_batch_size, 1, 2**31, int)
+        V, self.device = target.vocab_size, target.device
         _check(plan in ("fixed", "verification", "adaptive"), f"unknown plan {plan!r}")
-        warp(torch.zeros(1, device=target.device), **law)  # refuses what is not a law
+        warp(torch.zeros(1, device=self.device), **law)  # refuses what is not a law
         self.plan, self.K, self.law, self.cost = plan if K else "fixed", K, law, cost
         if estimator is None and self.plan != "fixed":
             estimator = AcceptanceEstimator(K)
-        k = getattr(estimator, "num_speculative_tokens", None)
-        _check(estimator is None or k == K,
-               f"estimator must be one for K = {K}, got {estimator} for {k}")
+        of = getattr(estimator, "num_speculative_tokens", None)
+        _check(estimator is None or of == K, f"estimator must be for K = {K}, is {estimator!r} for {of}")
         _check(isinstance(cost, CostTable | None), f"cost must be a CostTable: {cost!r}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
         self.sees = target.keep_hidden = hasattr(drafter, "see")
-        self.device, self.generator = target.device, torch.Generator(target.device)
+        self.generator = torch.Generator(self.device)
         seed = self.generator.seed() if seed is None else seed
         self.generator.manual_seed(_number("seed", seed, 0, 2**64 - 1, int))
-        eos = _token_ids("eos_token_ids", eos_token_ids, target.vocab_size)
-        self.eos = np.array(eos, int)
+        self.eos = np.array(_token_ids("eos_token_ids", eos_token_ids, V), int)
         self.tokens = torch.zeros(B, max_length, dtype=torch.long, device=self.device)
-        room = max(0, min(K, max_length - 2)), B, target.vocab_size
+        room = max(0, min(K, max_length - 2)), B, V
         self.q, self.draft_logits = torch.zeros(2, *room, device=self.device).float()
         self.request, self.lengths, self.ends = np.full((3, B), -1)  # by slot; -1: free
         self.fresh = np.zeros(B, bool)  # slots whose prompt has not been read
-        self.expected = np.full((B, K), 0.7)  # confidences of the next step
-        self.usual = np.full(K, 0.7)  # those of requests that draft nothing
-        self.planned = 0, 0  # depth, budget
+        # Forecasts of the confidences of the next step: of any request, and of each slot.
+        self.usual = estimator.predict(np.full(K, FIRST_FEATURE)) if estimator else np.ones(K)
+        self.expected = np.tile(self.usual, (B, 1))
+        self.planned = None  # or depth, budget
 
     def add(self, request: int, prompt: list[int], max_new_tokens: int):
         """Put a request into a free slot, where it takes part from the next step on."""
@@ -378,7 +372,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> Step | None:
-        """One step of all requests, or None without any; the numbers are the README's.
+        """One step of all requests, or None without any.
 
         FloatingPointError: logits not finite. After an error it can be called again."""
         began, send = time.perf_counter(), lambda x: _send(x, self.device)
@@ -398,7 +392,7 @@ class Decoder:
         features, host_drafts = features.cpu().numpy(), drafts.cpu().numpy()  # (R, D)
         survival = self.survival(features, host_drafts, depths)  # (R, D)
         drafted = time.perf_counter()
-        # 3. trim. (What was not drafted ranks last, so this cap changes no choice.)
+        # 3. trim. (What was not drafted ranks last: the cap changes no choice.)
         num_verified = trim(survival, min(budget, int(depths.sum())))  # (R,)
         # 4. verify. What was trimmed is not among the tokens that the target reads.
         logits = self.target.logits(self.tokens, lengths, slots, num_verified)
@@ -428,11 +422,10 @@ class Decoder:
         most = np.minimum(self.K, self.ends[slots] - self.lengths[slots] - 1)
         if self.sees:
             most[self.fresh[slots]] = 0  # there is no state to draft from
-        if self.plan == "fixed":
+        if self.plan == "fixed" or not most.any():
             return most, int(most.sum())
         _check(self.cost, "plan {} needs a cost table, got {}", self.plan, self.cost)
-        # (A plan not to draft may only say that none could draft: it serves one step.)
-        if not self.planned[0] or self.estimator.steps % PLAN_EVERY == 0:
+        if self.planned is None or self.estimator.steps % PLAN_EVERY == 0:
             usable = np.arange(self.K) < most[:, None]
             survival = np.where(usable, self.expected[slots].cumprod(1), -1.0)
             self.planned = draft_budget(survival, self.cost, self.plan == "adaptive")
@@ -447,11 +440,8 @@ class Decoder:
     def draft(self, slots, depths):
         """Up to depths (R,) tokens of each request, their laws, logits; and depths."""
         R, D, V = len(slots), depths.max(), self.target.vocab_size
-        depths = depths.copy()
-        drafts = torch.zeros(R, D, dtype=torch.long, device=self.device)
-        for i in range(D):
-            if not len(rows := np.flatnonzero(depths > i)):
-                break
+        drafts, i = torch.zeros(R, D, dtype=torch.long, device=self.device), 0
+        while len(rows := np.flatnonzero(depths > i)):
             slot, ends = slots[rows], self.lengths[slots[rows]] + i
             logits = self.drafter.next_logits(self.tokens, ends, slot, i, D).float()
             # What the drafter does not know gets q = 0; what only it knows is cut off.
@@ -462,8 +452,9 @@ class Decoder:
             # LOSSLESS: q is to the bit what x is drawn from.
             self.q[i, row], self.draft_logits[i, row], drafts[row, i] = law, logits, x
             self.tokens[_send(slot, self.device), _send(ends, self.device)] = x
+            i += 1
             if self.device.type == "cpu":  # elsewhere, to look at the tokens is to wait
-                depths[rows[self.is_end(x.numpy())]] = i + 1
+                depths[rows[self.is_end(x.numpy())]] = i
         q, logits = (x[:D, :R].transpose(0, 1) for x in (self.q, self.draft_logits))
         return drafts, q, logits, depths
 
@@ -516,14 +507,19 @@ class Decoder:
             self.cost.learn(D, queries, done.draft_ms, done.ms - done.draft_ms)
         self.fresh[slots] = False
 
+def refill(decoder: Decoder, requests):
+    """Fill free slots from an iterator of (number, prompt, max_new_tokens)."""
+    # subtle: zip asks for a slot first, so no request is taken that has none.
+    for _, request in zip(np.flatnonzero(decoder.request < 0), requests):
+        decoder.add(*request)
+
 
 # ==== Part II: the machinery that makes it fast on unmodified transformers models.
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, PreTrainedModel
 
-
-# ---- 6. The ragged batch: a request brings as many tokens as it likes to a pass. All
-#    travel as one row (1, T), so that linear layers see no padding. Attention unpacks.
+# ---- 6. The ragged batch: all tokens travel as one row (1, T), so that linear layers see
+#    no padding; attention unpacks them.
 class Ragged:
     """Where the T tokens of a pass belong: counts[i] to slots[i], from start[i] on.
 
@@ -531,7 +527,7 @@ class Ragged:
 
     def __init__(self, slots, start, counts, device):
         if (span := slots[-1] + 1 - slots[0]) < 2 * len(slots):
-            # Slots mostly in use are read in one piece; idle ones bring no tokens.
+            # Idle slots between used ones bring no tokens: a slice is read uncopied.
             sizes = np.zeros((2, span), int)
             sizes[:, slots - slots[0]] = start, counts
             slots, (start, counts) = np.arange(slots[0], slots[-1] + 1), sizes
@@ -543,7 +539,7 @@ class Ragged:
             place[rows] = size + np.arange(len(rows)) * width
             size += len(rows) * width
             cache, column = slots[rows], np.arange(width)
-            low, high = cache[0], cache[-1] + 1  # a slice is read without a copy
+            low, high = cache[0], cache[-1] + 1
             cache = _send(cache, device) if high - low > len(rows) else slice(low, high)
             queries = np.minimum(first[rows, None] + column, len(row) - 1).ravel()
             queries, seen = (_send(x, device) for x in (queries, start[rows, None] + column))
@@ -567,33 +563,31 @@ class Ragged:
             self.masks[number, window] = mask.repeat_interleave(heads, 1)[:, None]
         return self.masks[number, window]
 
-
 def _attention_calls(widths, ends):
     """[(rows, width, keys)]: all rows at the usual width and length, then again those a
     bit wider, and alone each longer one and each prompt."""
-    def usual(sizes, call):  # the best to pad to; each larger one costs `call` and itself
+    def best(sizes, call):  # to pad to: each row that is larger costs `call` and its size
         sizes = np.sort(sizes)[::-1]
-        longer = (sizes + call).cumsum() - sizes - call
-        return max(1, int(sizes[np.argmin(len(sizes) * sizes + longer)]))
+        larger = (sizes + call).cumsum() - sizes - call
+        return max(1, int(sizes[np.argmin(len(sizes) * sizes + larger)]))
 
     if len(widths) == 1:
         return [(np.array([0]), int(widths[0]), int(ends[0]))]
-    width, keys = usual(widths, WIDER), usual(ends, CALL)
+    width, keys = best(widths, WIDER), best(ends, CALL)
     alone = (ends > keys) | (widths > width + PROMPT)
     again = [np.flatnonzero((widths > width) & ~alone), *np.flatnonzero(alone)[:, None]]
     return [(np.arange(len(ends)), width, keys)] + [
         (rows, int(widths[rows].max()), int(ends[rows].max())) for rows in again if len(rows)]
-
 
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None,
                      scaling=None, dropout=0.0, sliding_window=None, **kwargs):
     """Attention of packed queries (1, H, T, D) to cached keys (slots, H_kv, S, D), as
     transformers' `AttentionInterface` calls it; returns ((1, T, H, D_v), None)."""
     odd, config = {k for k, x in kwargs.items() if x is not None} - _HARMLESS, module.config
-    passed = sliding_window or getattr(config, "layer_types", None)
-    lost = getattr(config, "sliding_window", None) and not passed
-    causal = getattr(module, "is_causal", True)
-    if odd or lost or ragged is None or attention_mask is not None or dropout or not causal:
+    hidden_window = getattr(config, "sliding_window", None) and not (
+        sliding_window or getattr(config, "layer_types", None))
+    if odd or hidden_window or ragged is None or attention_mask is not None or dropout or (
+            not getattr(module, "is_causal", True)):
         raise NotImplementedError(f"{type(module).__name__}: attention with {odd}, a mask "
                                   "or window of its own, dropout, or not causal")
     ragged.layers.add(module.layer_idx)
@@ -610,27 +604,13 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
     out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return (out if ragged.even else out[ragged.place])[None], None
 
-
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits",
              "is_causal"}
 ATTENTION = "_attn_implementation_internal"  # what configs call its name
 AttentionInterface.register("ragged", ragged_attention)
 
 
-# ---- 7. Models by verbs, which `Decoder` calls. slots (r,) ascending, lengths (r,) and
-#    num_verified (r,) are host arrays. tokens (B, max_length) hold texts, then drafts.
-#
-#    target.vocab_size, target.device
-#    target.logits(tokens, lengths, slots, num_verified) -> (r + sum(num_verified), V)
-#        Once a step: the logits behind the text of each slot, which has `lengths`
-#        tokens, and behind each of its num_verified drafts.
-#    target.hidden (the same rows, H): what the head read, if told to `keep_hidden`.
-#    drafter.next_logits(tokens, lengths, slots, position, depth) -> (r, any width)
-#        For each position < depth: logits behind `lengths` tokens, drafts included.
-#        LOSSLESS: it may look at committed tokens, and at the drafts of its own slot.
-#    drafter.see(slots, hidden (r, H)): optional. After a step it gets the state that gave
-#        each bonus token. A new request drafts nothing in its first step: none was seen.
-#    both.commit(slots, lengths): before a step; what is beyond is void. 0: a new text.
+# ---- 7. Models with these verbs: a causal LM as target or drafter, a head as drafter.
 class SlotLM:
     """A decoder-only transformers model and its KV cache over slots: target or drafter.
 
@@ -643,14 +623,14 @@ class SlotLM:
         self.vocab_size, self.readable = _vocabulary(model)
         self.shape, self.kv = (num_slots, max_length), {}  # keys, values by layer
         self.cached = np.zeros(num_slots, int)  # tokens of each slot
-        models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-        self.configs = [vars(m.config) for m in models]  # with the name of an attention
+        self.configs = [vars(m.config) for m in model.modules()
+                        if isinstance(m, PreTrainedModel)]  # they name an attention
 
     @torch.inference_mode()
     def commit(self, slots, lengths):
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
         if len(new := slots[lengths == 0]):  # what is void is masked, but 0 * nan is nan
-            for cache in itertools.chain(*self.kv.values()):
+            for cache in sum(self.kv.values(), []):
                 cache[_send(new, self.device)] = 0
 
     def next_logits(self, tokens, lengths, slots, position=0, depth=0):
@@ -659,9 +639,8 @@ class SlotLM:
     @torch.inference_mode()
     def logits(self, tokens, lengths, slots, num_verified):
         """Reads what the cache lacks: a prompt, the last token, an accepted draft."""
-        for i in np.flatnonzero(lengths - self.cached[slots] > PIECE):
-            while lengths[i] - self.cached[slots[i]] > PIECE:
-                self._forward(tokens, slots[i:i + 1], np.array([PIECE]), np.array([0]))
+        while len(long := slots[lengths - self.cached[slots] > PIECE]):
+            self._forward(tokens, long[:1], np.array([PIECE]), np.array([0]))
         counts = lengths - self.cached[slots] + num_verified
         at, from_last = np.arange(counts.sum()), counts.cumsum() - num_verified - 1
         return self._forward(tokens, slots, counts, at[at >= from_last.repeat(counts)])
@@ -712,24 +691,22 @@ class SlotLM:
         return [cache.transpose(1, 2) for cache in kv]
 
     def get_seq_length(self, layer_idx=None):
-        """Models ask it; what a layer would derive from it would be wrong in a pack."""
-        if layer_idx is not None:
+        if layer_idx is not None:  # what a layer derives from it is wrong in a pack
             raise TypeError("its layers count tokens")
         return 0
-
 
 class HeadDrafter:
     """A recurrent head on the target's state, as in EAGLE and MTP: one pass per draft.
 
     head.start(hidden (r, H)) -> state (r, S); head.step(state, tokens (r,)) -> the next
-    state and logits (r, V). A block drafter differs in one verb; one pass does all:
+    state and logits (r, V). A block drafter makes all drafts in the first pass:
 
         def next_logits(self, tokens, lengths, slots, position, depth):
-            state, token = self.recall(tokens, lengths, slots)
-            if position == 0:
-                state = self.head.block(state, token, depth)  # (r, depth, V)
-            self.kept = slots, state
-            return state[:, position]"""
+            laws, token = self.recall(tokens, lengths, slots)
+            if position == 0:  # what was seen, to logits (r, depth, V)
+                laws = self.head.block(laws, token, depth)
+            self.kept = slots, laws
+            return laws[:, position]"""
 
     def __init__(self, head):
         self.head, self.seen = head, None
@@ -738,10 +715,10 @@ class HeadDrafter:
         self.seen = slots, self.head.start(hidden)
 
     def commit(self, slots, lengths):
-        self.kept = self.seen  # what is kept from step to step
+        self.kept = self.seen  # what is kept from draft to draft
 
     def recall(self, tokens, lengths, slots):
-        """The state that was kept of each slot, and its newest token."""
+        """What was kept of each slot, and its newest token."""
         known, state = self.kept
         row, slot, last = (_send(x, tokens.device) for x in (
             np.searchsorted(known, slots), slots, lengths - 1))
@@ -754,19 +731,11 @@ class HeadDrafter:
 
 
 # ---- 8. Measure, and generate.
-def refill(decoder: Decoder, requests):
-    """Fill free slots from an iterator of (number, prompt, max_new_tokens)."""
-    # subtle: zip asks for a slot first, so no request is taken that has none.
-    for _, request in zip(np.flatnonzero(decoder.request < 0), requests):
-        decoder.add(*request)
-
-
 def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
     """Time steps of an idle decoder in which all draft and verify each of DEPTHS, and K.
 
-    Contexts are spread over the slots, as attention reads up to the longest: from the
-    shortest prompt to CONTEXT, the prompts repeated. The median of `repeats` counts, as
-    it wanders less than the mean or the least."""
+    Attention reads up to the longest context, so they are spread as in a real batch, from
+    the shortest prompt to CONTEXT. The median of `repeats` counts: it wanders least."""
     B, K = len(decoder.tokens), len(decoder.q)
     high = min(decoder.tokens.shape[1] - K - 1, CONTEXT)  # K drafts and a bonus follow
     contexts = np.linspace(min([high, *map(len, prompts)]), high, B).astype(int)
@@ -780,22 +749,20 @@ def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
     for i, n in enumerate(contexts):
         prompt = np.asarray(prompts[i % len(prompts)]).tolist()
         probe.add(i, (prompt[:n] * int(n))[:n], 1)
-
-    def time_step(n, depth):
+    shapes = [(B, d) for d in range(K + 1) if d in (*DEPTHS, K)]
+    shapes += [(n, 0) for n in {1, B // 4, B // 2} - {0, B}]  # as requests run out
+    times = np.zeros((repeats + 1, len(shapes), 2))
+    for index in np.ndindex(times.shape[:2]):
+        n, depth = shapes[index[1]]
         slots = np.linspace(0, B - 1, n).astype(int)
         probe.lengths[:], probe.ends[:] = contexts, contexts + depth + 1
         probe.request[:] = -1
         probe.request[slots] = slots
         done = probe.step()
-        return done.draft_ms, done.ms - done.draft_ms
-
-    shapes = [(B, d) for d in range(K + 1) if d in (*DEPTHS, K)]
-    shapes += [(n, 0) for n in {1, B // 4, B // 2} - {0, B}]  # as requests run out
-    times = [[time_step(*shape) for shape in shapes] for _ in range(repeats + 1)]
+        times[index] = done.draft_ms, done.ms - done.draft_ms
     drafting, rest = np.median(times[1:], 0).T  # the first round warms up
     return CostTable({d: ms for (_, d), ms in zip(shapes, drafting) if d},
                      {n * (1 + d): ms for (n, d), ms in zip(shapes, rest)})
-
 
 @dataclass
 class Result:
@@ -806,23 +773,22 @@ class Result:
     estimator: AcceptanceEstimator | None
     cost: CostTable | None
 
-
 def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_tokens=7,
              plan="adaptive", max_batch_size=64, eos_token_id=None, seed=None, cost=None,
              estimator=None, on_step=None, **law) -> Result:
     """Text of the target, sped up by the drafter: each token has the target's law.
 
     target, drafter: decoder-only transformers models on one device; a drafter may have
-    the verbs of section 7 instead. prompts: lists of ids. max_new_tokens: one number, or
+    the verbs of section 5 instead. prompts: lists of ids. max_new_tokens: one number, or
     one per prompt. num_speculative_tokens: K; 0 is plain decoding. max_batch_size: how
-    many run at once; who ends is replaced. eos_token_id: none, one or several. cost,
-    estimator: to go on with; otherwise measured, and fresh. on_step: gets each `Step`,
-    may return the numbers of running ones to end. law: temperature, top_k, top_p of both;
-    generation configs are not read. The same seed gives the same tokens with "fixed";
-    other plans follow the clock, and give the same law. Raises ValueError (unfit input),
-    NotImplementedError (unfit models), FloatingPointError (logits not finite)."""
+    many run at once. eos_token_id: none, one or several. cost, estimator: to go on with.
+    on_step: gets each `Step`, may return the numbers of running requests to end. law:
+    temperature, top_k, top_p of both; generation configs are not read. A seed gives the
+    same tokens with "fixed"; other plans follow the clock, and give the same law. Raises
+    ValueError (input), NotImplementedError (models), FloatingPointError (logits)."""
     own = hasattr(drafter, "next_logits") or not num_speculative_tokens
-    requests = _check_requests(target, drafter, own, prompts, max_new_tokens)
+    models = {"target": target, **({} if own else {"drafter": drafter})}
+    requests = _check_requests(models, prompts, max_new_tokens)
     _check(on_step is None or callable(on_step), f"on_step must be callable: {on_step}")
     eos = list(eos_token_id) if isinstance(eos_token_id, set) else eos_token_id
     eos = [] if eos is None else np.ravel(eos).tolist()
@@ -832,18 +798,18 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
         SlotLM(target, B, longest), drafter if own else SlotLM(drafter, B, longest),
         max_batch_size=B, max_length=longest, plan=plan, cost=cost, estimator=estimator,
         num_speculative_tokens=num_speculative_tokens, seed=seed, eos_token_ids=eos, **law)
-    if max([n for _, n in requests] or [0]) < 2:
-        decoder.plan = "fixed"  # there is room for bonus tokens only
-    if decoder.plan != "fixed" and cost is None:
+    if cost is None and decoder.plan != "fixed" and any(n > 1 for _, n in requests):
         decoder.cost = measure_costs(decoder, [prompt for prompt, _ in requests])
     waiting = iter([(i, prompt, n) for i, (prompt, n) in enumerate(requests) if n])
     tokens, steps, request_steps = [[] for _ in requests], 0, 0
-    while refill(decoder, waiting) or (done := decoder.step()):  # (refill gives None)
+    refill(decoder, waiting)
+    while done := decoder.step():
         steps, request_steps = steps + 1, request_steps + len(done.requests)
         for i, row, n in zip(done.requests, done.tokens, done.num_committed):
             tokens[i] += row[:n].tolist()
         if on_step and (ended := on_step(done)) is not None:
             decoder.request[np.isin(decoder.request, list(ended))] = -1
+        refill(decoder, waiting)
     length = sum(map(len, tokens)) / max(request_steps, 1)
     return Result(tokens, steps, length, decoder.estimator, decoder.cost)
 
@@ -854,14 +820,13 @@ def _vocabulary(model):
     ends = model.get_output_embeddings(), model.get_input_embeddings()
     return [len(end.weight) for end in ends]
 
-
-def _check_requests(target, drafter, own, prompts, max_new_tokens):
-    """[(prompt, new tokens)] that fit models which can run together."""
-    models = {"target": target} if own else {"target": target, "drafter": drafter}
+def _check_requests(models, prompts, max_new_tokens):
+    """[(prompt, new tokens)] that fit models, by name, which can run together."""
     for name, model in models.items():
         _check_model(name, model)
-        _check(model.device == target.device,
-               f"{name} must be on {target.device} as the target, is on {model.device}")
+        device = models["target"].device
+        _check(model.device == device,
+               f"{name} must be on {device} as the target, is on {model.device}")
     (V, readable), *others = map(_vocabulary, models.values())
     _check(readable >= V, f"target must read all of its {V} tokens, reads {readable}")
     if others and others[0][0] != V:
@@ -880,7 +845,6 @@ def _check_requests(target, drafter, own, prompts, max_new_tokens):
         _check(ids[i] and len(ids[i]) + n <= limit, f"prompts[{i}] must have 1 to {limit} "
                f"tokens, the new ones included, got {len(ids[i])} and {n}")
     return list(zip(ids, new))
-
 
 def _check_model(name, model):
     kind = type(model).__name__
