@@ -41,7 +41,7 @@ FIRST_FEATURE = 2.0  # is forecast before one is seen: a q_max of .88
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # with 8 requests a step renews half of the forecast, with one a ninth
 PLAN_EVERY = 4  # steps that a plan serves: to plan takes 1 % of a step
-COST_RATE = 0.05  # how far a step moves the cost factors: in 20 they follow the machine
+COST_RATE = 0.1  # how far a step moves the cost factors: in 10 they follow the machine
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
 PROMPT = 16  # a row that is wider than usual by more than this is attended alone
 WIDER = 4  # the price of attending to a row once more, in padded tokens
@@ -251,11 +251,12 @@ class CostTable:
         return self.factors[1] * np.interp(queries, *self.curves[1])
 
     def learn(self, passes, queries, draft_ms, verify_ms):
-        """Move the factors a little towards a step that took these times."""
+        """Move the factors a little towards a step's times; what was expected, in ms."""
         expected = np.array([self.draft_ms(passes), self.verify_ms(queries)])
         ratio = np.array([draft_ms, verify_ms]) / np.maximum(expected, 1e-300)
         ratio = np.where(expected, ratio, 1.0).clip(0.5, 2.0)  # a hiccup counts little
         self.factors *= ratio**COST_RATE
+        return expected.sum()
 
 def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]:
     """(depth, budget), how far to draft and how much to verify, for most tokens per ms:
@@ -498,13 +499,12 @@ class Decoder:
             c = self.estimator.predict(done.features)
             gap = np.where(drawn, c - self.usual[:D], 0.0).sum(0)
             self.usual[:D] += gap / (drawn.sum(0) + MEMORY)
-            expected = np.tile(self.usual, (R, 1))
+            expected = self.usual + np.zeros((R, 1))  # (R, K)
             expected[:, :D][drawn] = c[drawn]
             self.expected[slots] += R / (R + MEMORY) * (expected - self.expected[slots])
         if self.cost and not self.fresh[slots].any():  # no prompt was read
-            queries = R + done.num_verified.sum()
-            done.expected_ms = self.cost.draft_ms(D) + self.cost.verify_ms(queries)
-            self.cost.learn(D, queries, done.draft_ms, done.ms - done.draft_ms)
+            done.expected_ms = self.cost.learn(
+                D, R + done.num_verified.sum(), done.draft_ms, done.ms - done.draft_ms)
         self.fresh[slots] = False
 
 def refill(decoder: Decoder, requests):

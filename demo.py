@@ -44,12 +44,10 @@ KINDS = {"block": "one pass, then a bias each (as DSpark)",
          "block-unbiased": "one pass (as DFlash)",
          "head": "a pass per draft (as EAGLE, MTP)", "lm": "a language model"}
 
-
 def status(text: str = ""):
     """A passing line on a terminal, replaced by the next one; nothing in a file."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
 
 def workloads(held_out: bool = False) -> dict[str, bytes]:
     """Three texts of unlike difficulty from Python's library: 90 %, or the rest."""
@@ -68,7 +66,6 @@ def workloads(held_out: bool = False) -> dict[str, bytes]:
             size, split = size + len(parts[split]), split + 1
         texts[name] = b"\n".join(parts[split:] if held_out else parts[:split])
     return texts
-
 
 class Block(nn.Module):
     """Drafts a whole block in one pass, from the target's hidden state (DFlash-like);
@@ -104,7 +101,6 @@ class Block(nn.Module):
         """To add to the logits behind this token, (...,) -> (..., V)."""
         return self.bias_head(self.bias_embed(token)) if self.biased else 0.0
 
-
 class RecurrentHead(nn.Module):
     """Drafts one token at a time from a state read off the target (MTP-like)."""
 
@@ -125,7 +121,6 @@ class RecurrentHead(nn.Module):
         state = state + self.down(F.silu(self.up(self.norm(both))))
         return state, self.head(self.last_norm(state))
 
-
 def build(what: str, hidden_size: int) -> nn.Module:
     """An untrained target, or a kind of drafter for it."""
     llamas = {"target": (hidden_size, 3 if hidden_size == 256 else 12, 4 * hidden_size),
@@ -144,7 +139,6 @@ def build(what: str, hidden_size: int) -> nn.Module:
             return RecurrentHead(hidden_size)
         return Block(hidden_size, biased=what == "block")
 
-
 def drafting(drafter: nn.Module, hidden: Tensor, token: Tensor) -> Callable:
     """A function of (i, the token before), to be called in order: logits of draft i."""
     if isinstance(drafter, Block):
@@ -157,7 +151,6 @@ def drafting(drafter: nn.Module, hidden: Tensor, token: Tensor) -> Callable:
         state, logits = drafter.step(state, before)
         return logits
     return step
-
 
 def loss_of(target, drafter=None) -> Callable:
     """A function of (ids, fraction of the time): what to descend, a text to show."""
@@ -192,7 +185,6 @@ def loss_of(target, drafter=None) -> Callable:
         words = f"drafter: {accepted[0].mean():.0%} of first drafts accepted"
         return (1 - late) * imitation / 3 - late * length, words
     return drafter_loss if drafter else target_loss
-
 
 def train(model, loss: Callable, seconds: float, device: torch.device) -> int:
     """Train until the time is up; the number of steps that this took."""
@@ -256,7 +248,6 @@ def train(model, loss: Callable, seconds: float, device: torch.device) -> int:
         model.set_attn_implementation("sdpa")
     return steps
 
-
 @torch.no_grad()
 def report_training(target, drafter, kind: str, steps: str):
     """Show nats per byte and the accept length, from sum(min(p, q)), on unseen text."""
@@ -288,12 +279,10 @@ def report_training(target, drafter, kind: str, steps: str):
     if min(lengths) < 2.5 or max(nats) > 2.2:
         print("That is little: this machine was too slow or busy, or training --quick.")
 
-
 def cache_folder() -> pathlib.Path:
     """Where trained models are kept."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(home) / "adaptive-verification"
-
 
 def checksum(weights: dict[str, Tensor]) -> str:
     """A hash of names, shapes, types and values."""
@@ -302,7 +291,6 @@ def checksum(weights: dict[str, Tensor]) -> str:
         digest.update(f"{name} {tuple(w.shape)} {w.dtype}".encode())
         digest.update(w.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
 
 def restore(name: str, model: nn.Module) -> bool:
     """Load the weights kept under a name, or say no and leave the model as it is."""
@@ -322,7 +310,6 @@ def restore(name: str, model: nn.Module) -> bool:
         print(f"{file} is broken, changed or of another kind: training anew")
         return False
 
-
 def keep(name: str, model: nn.Module):
     """Keep the weights under a name; if that cannot be, say so and go on."""
     file, weights = cache_folder() / f"{name}.pt", model.state_dict()
@@ -333,7 +320,6 @@ def keep(name: str, model: nn.Module):
         new.replace(file)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
         print(f"what was trained cannot be kept ({error}): it will be trained again")
-
 
 def built_in_models(device: torch.device, kind: str, quick: bool) -> list[nn.Module]:
     """The built-in target and drafter, from the cache, or trained now."""
@@ -362,7 +348,6 @@ FEW = 4  # below this, requests are shorter: so each round sees several of each 
 HUB_PROMPTS = [f"{ask} about {what}." for what in ("tides", "chess", "bread", "primes")
                for ask in ("Write Python code", "Tell me a short story", "List facts")]
 
-
 class BlockDrafter(av.HeadDrafter):
     """The block by the loop's verbs."""
 
@@ -372,7 +357,6 @@ class BlockDrafter(av.HeadDrafter):
             state = self.head(state, token, depth)  # (r, depth, V)
         self.kept = slots, state
         return state[:, position] + (self.head.bias(token) if position else 0)
-
 
 class Pair(NamedTuple):
     """Two models, what they are asked, and how to read their tokens."""
@@ -398,7 +382,6 @@ class Pair(NamedTuple):
         limits = [getattr(c, "max_position_embeddings", 0) or 10**9 for c in configs]
         return min(*limits, max(map(len, self.prompts)) + NEW[1])
 
-
 def byte_pair(device, kind: str, quick: bool, lines: list[str], seed: int) -> Pair:
     """The built-in pair, to go on with the ends of lines, or with unseen text."""
     texts, rng = {} if lines else workloads(held_out=True), random.Random(seed)
@@ -409,7 +392,6 @@ def byte_pair(device, kind: str, quick: bool, lines: list[str], seed: int) -> Pa
     return Pair("built in, its tokens are bytes", kind,
                 *built_in_models(device, kind, quick), prompts,
                 lambda ids: bytes(ids).decode("utf-8", "replace"), kinds=list(texts))
-
 
 def named_pair(names: list[str], device, lines: list[str]) -> Pair:
     """Any two causal LMs of one vocabulary, by hub name or folder."""
@@ -435,7 +417,6 @@ def named_pair(names: list[str], device, lines: list[str]) -> Pair:
     return Pair(" + ".join(names), "lm", *models, prompts, tokenizer.decode,
                 [] if eos is None else np.ravel(eos).tolist())
 
-
 def find_pair(args, device: torch.device) -> Pair:
     """The pair that the flags name, or the built-in one."""
     lines, what = [], f"--prompts {args.prompts}"
@@ -453,7 +434,6 @@ def find_pair(args, device: torch.device) -> Pair:
         sys.exit(f"cannot load {what}: {why}")
     return byte_pair(device, args.drafter, args.quick, lines, args.seed)
 
-
 def requests(pair: Pair, load: int, seed: int):
     """Endless (number, prompt, max_new_tokens), the same for every arm."""
     rng = random.Random(seed)
@@ -462,7 +442,6 @@ def requests(pair: Pair, load: int, seed: int):
         new = min(new // (3 if load < FEW else 1), pair.longest - len(prompt))
         # The first ones are cut short at random: else they would all end at once.
         yield i, prompt, rng.randint(1, new) if i < load else new
-
 
 @dataclass
 class Run:
@@ -499,20 +478,17 @@ def after_steps(run: Run, load: int, steps: int, **more) -> av.Decoder:
         decoder.step()
     return decoder
 
-
 def fit(run: Run) -> av.AcceptanceEstimator:
     """An estimator that has seen this pair, as its start knows none: for two refits."""
     load, estimator = min(16, max(run.loads)), av.AcceptanceEstimator(run.K)
     after_steps(run, load, 2 * estimator.refit_every, estimator=estimator)
     return estimator
 
-
 def measure(run: Run, load: int) -> av.CostTable:
     """The costs at a load, with contexts spread as those of the requests will be."""
     status(f"{load} requests: measuring costs")
     repeats = 3 if run.quick else 30 if load < 64 else 20 if load == 64 else 8
     return av.measure_costs(run.decoder(load), run.pair.prompts, repeats=repeats)
-
 
 class Arm:
     """One way to decode at one load: a decoder that lives on from slice to slice."""
@@ -577,17 +553,14 @@ class Arm:
             [done.num_committed, (done.survival >= 0).sum(1), done.num_verified]
             for done in self.steps], 1).mean(1)
 
-
 def best_fixed(arms: list[Arm]) -> Arm:
     """The fastest of all but the two rules, which are the last two."""
     return max(arms[:-2], key=lambda arm: arm.rate)
-
 
 def contestants(run: Run, fixed: list[int]) -> list[tuple]:
     """(name, K, plan) of some fixed K and of both rules."""
     return [*((f"fixed {k}" if k else "plain", k, "fixed") for k in sorted({*fixed})),
             *((plan, run.K, plan) for plan in ("verification", "adaptive"))]
-
 
 def race(run: Run, load: int, cost: av.CostTable, arms: list[tuple], report: Callable):
     """Let the arms take turns; then `report(load, arms)`, after Ctrl-C too."""
@@ -613,12 +586,10 @@ def race(run: Run, load: int, cost: av.CostTable, arms: list[tuple], report: Cal
 # ---- 4. `python demo.py`: one step, a text, the table, in at most 80 columns.
 PICTURE = 4  # requests in the step that is shown
 
-
 def title(text: str, *notes: str):
     """A headline, and what has to be known to read on."""
     status()
     print("", text, *notes, sep="\n", flush=True)
-
 
 def introduce(run: Run):
     """Which machine, pair and settings."""
@@ -636,7 +607,6 @@ def introduce(run: Run):
           f"settings  K = {run.K}, temperature {law['temperature']:g}, top-p "
           f"{law['top_p']:g}, seed {run.seed}", flush=True)
 
-
 def print_costs(run: Run, loads: list[int]) -> dict[int, av.CostTable]:
     """Measure and show what a step costs: {requests: table}."""
     title("What a step costs here, in ms: drafting, and the rest of it, in which the",
@@ -650,7 +620,6 @@ def print_costs(run: Run, loads: list[int]) -> dict[int, av.CostTable]:
               + "".join(f"{x:7.2f}" for x in ms)
               + f"{(ms[-1] - ms[0]) / load / run.K:10.3f}", flush=True)
     return costs
-
 
 def print_one_step(run: Run, cost: av.CostTable):
     """A step whose budget comes out the same from the rounded numbers shown."""
@@ -701,7 +670,6 @@ def print_one_step(run: Run, cost: av.CostTable):
     print(f"accept: {done.accepted.sum()} drafts and {R} tokens of the target's own in "
           f"{done.ms:.2f} ms;\n{tokens[budget]:.1f} in {ms[budget]:.2f} were expected")
 
-
 def quoted(pair: Pair, before: list[int], ids: list[int], width: int = 68) -> str:
     """What ids add to a text; incomplete characters are left to their last token."""
     if not ids:
@@ -709,7 +677,6 @@ def quoted(pair: Pair, before: list[int], ids: list[int], width: int = 68) -> st
     old, new = [pair.decode(x).rstrip("\ufffd") for x in (before, before + ids)]
     text = repr(new[len(old):])[1:-1]
     return f'"{text}"' if len(text) < width - 1 else f'"{text[:width - 5]}..."'
-
 
 def print_text(run: Run, cost: av.CostTable, load: int):
     """The first steps of one request among `load`, by the published rule."""
@@ -737,7 +704,6 @@ def print_text(run: Run, cost: av.CostTable, load: int):
             for width, ids, start, end in columns).rstrip())
         text = text + new
     print(f"so far    {quoted(pair, prompt, text[len(prompt):])}")
-
 
 def print_race(run: Run, costs: dict, fixed: list[int], base: Callable, end: Callable,
                *notes: str):
@@ -768,13 +734,11 @@ def print_race(run: Run, costs: dict, fixed: list[int], base: Callable, end: Cal
         if results:
             end(results)
 
-
 def labelled(done: av.Step) -> tuple[np.ndarray, np.ndarray]:
     """Which drafts (R, D) have a label, up to the first rejection; and are accepted."""
     position = np.arange(done.drafts.shape[1])
     verified, accepted = done.num_verified[:, None], done.accepted[:, None]
     return (position < verified) & (position <= accepted), position < accepted
-
 
 def print_estimator(results: dict[int, list[Arm]]):
     """Whether what the estimator of verification said came true."""
@@ -794,7 +758,6 @@ def print_estimator(results: dict[int, list[Arm]]):
         print(f"  {b / bins:.1f} to {(b + 1) / bins:.1f} {mean:6.2f}  {share:6.2f} "
               f"{(which == b).sum():8}   {bar[:at]:{at}}|{bar[at + 1:]}")
     print(f"  expected calibration error {ece(seen, predicted):.3f} (published: 0.010)")
-
 
 def show(run: Run, args):
     """The screens, in the order of the module's docstring."""
@@ -824,7 +787,6 @@ def sweep(run: Run, args):
     for load in sorted({1, 16, 64} & {*run.loads}) if args.peers else ():
         peers(run, load, costs[load])
 
-
 def frontier(file: str | None, results: dict[int, list[Arm]]):
     """The arms as a chart, and in a CSV file if there is a name for it."""
     title("The frontier: up, more tokens in all; right, faster for each request",
@@ -848,7 +810,6 @@ def frontier(file: str | None, results: dict[int, list[Arm]]):
             cells = arm.load, arm.name, *np.round(numbers, 3)
             lines.append(",".join(map(str, cells)))
         pathlib.Path(file).write_text("\n".join(lines) + "\n")
-
 
 def peers(run: Run, load: int, cost: av.CostTable):
     """transformers' own generation: same pair, prompts, settings, numbers of tokens."""
@@ -893,19 +854,16 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-x)), without overflow."""
     return np.exp(-np.logaddexp(0, -x))
 
-
 def auc(seen: np.ndarray, score: np.ndarray) -> float:
     """P(an accepted draft scores above a rejected one), a tie counting half."""
     _, which, count = np.unique(score, return_inverse=True, return_counts=True)
     ranks, n = (np.cumsum(count) - (count - 1) / 2)[which], int(seen.sum())
     return (ranks[seen].sum() - n * (n + 1) / 2) / max(n * (len(seen) - n), 1)
 
-
 def ece(seen: np.ndarray, predicted: np.ndarray, bins: int = 10) -> float:
     """Expected calibration error: |mean predicted - share seen| over equal bins."""
     which = np.minimum((predicted * bins).astype(int), bins - 1)
     return np.abs(np.bincount(which, predicted - seen)).sum() / max(len(seen), 1)
-
 
 def fit_logistic(x: np.ndarray, seen: np.ndarray, ridge: float = 1e-6) -> np.ndarray:
     """theta (d,) of least summed log-loss + ridge/2 |theta|^2, by Newton's method."""
@@ -923,11 +881,9 @@ def fit_logistic(x: np.ndarray, seen: np.ndarray, ridge: float = 1e-6) -> np.nda
         theta = theta + step
     return theta
 
-
 def design(feature: np.ndarray, position: np.ndarray, K: int) -> np.ndarray:
     """Columns of a regression: the feature (or features), an indicator per position."""
     return np.column_stack([feature, np.eye(K)[position]])
-
 
 def given(look: Callable) -> type:
     """A loop with log-odds from `look(decoder, features, drafts, depths)`, for free."""
@@ -949,7 +905,6 @@ def given(look: Callable) -> type:
             super().learn(slots, done)
     return Given
 
-
 def truth(run: Run) -> Callable:
     """The log-odds of sum(min(p, q)), from a second run of the target: the ceiling."""
     shadow = av.SlotLM(run.pair.target, max(run.loads), run.pair.longest)
@@ -965,7 +920,6 @@ def truth(run: Run) -> Callable:
         return chance.clamp(max=1).logit().clamp(-10, 10).cpu().numpy()
     return look
 
-
 def head_inputs(decoder, features, drafts, depths) -> np.ndarray:
     """What a confidence head reads, (R, D, H): the block, and the draft before."""
     block, rows = decoder.drafter.head, np.flatnonzero(depths)
@@ -976,7 +930,6 @@ def head_inputs(decoder, features, drafts, depths) -> np.ndarray:
     states = before.new_zeros(*drafts.shape, block.head.in_features)
     states[rows] = block.states(*seen, drafts.shape[1])
     return torch.cat([states, before], -1).float().cpu().numpy()
-
 
 def collect(run: Run) -> tuple[dict, dict, list[av.Step]]:
     """{what: (n, ...)} of drafts of even prompts, and of odd ones; and the steps."""
@@ -1012,17 +965,14 @@ def collect(run: Run) -> tuple[dict, dict, list[av.Step]]:
     return *(({name: x[drafts["prompt"] % 2 == odd] for name, x in drafts.items()})
              for odd in range(2)), steps
 
-
 def batch_fit(K: int, drafts: dict, name="logit q_max") -> np.ndarray:
     """The best fit to all labels: a feature's slopes, an intercept per position."""
     x = design(drafts[name], drafts["position"], K)
     return fit_logistic(x, drafts["seen"], 1.0 if name == "trained head" else 1e-6)
 
-
 def chances(K: int, drafts: dict, theta: np.ndarray, name="logit q_max") -> np.ndarray:
     """What a fit makes of some drafts."""
     return sigmoid(design(drafts[name], drafts["position"], K) @ theta)
-
 
 def online_fit(run: Run, steps: list[av.Step], most=None, **settings) -> np.ndarray:
     """That of the estimator, shown the even prompts of each step, or some of them."""
@@ -1033,12 +983,10 @@ def online_fit(run: Run, steps: list[av.Step], most=None, **settings) -> np.ndar
         estimator.observe(*(x[rows] for x in labels))
     return np.append(estimator.slope, estimator.intercepts)
 
-
 def line(name: str, *cells):
     """A line of a table: what it is about, and cells of eight columns."""
     texts = [cell if isinstance(cell, str) else f"{cell:.3f}" for cell in cells]
     print(f"{name:24}" + "".join(f"{text:>8}" for text in texts), flush=True)
-
 
 def print_kinds(run: Run) -> tuple:
     """How each kind of drafter is accepted; what `collect` gave of the pair's own."""
@@ -1075,7 +1023,6 @@ def print_kinds(run: Run) -> tuple:
         race(mine, load, cost, contestants(run, [0, 1, 2, min(3, K), K]), report)
     return kinds[run.pair.kind][1:]
 
-
 def print_features(run: Run, fitted: dict, held: dict, steps: list[av.Step]):
     """What tells which drafts will be accepted, and what each fit of it is worth."""
     def scores(name, predicted):
@@ -1100,7 +1047,6 @@ def print_features(run: Run, fitted: dict, held: dict, steps: list[av.Step]):
     here = [held["position"] == i for i in range(run.K)]
     for name, chance in predicted.items():
         line("  " + name, *(auc(held["seen"][i], chance[i]) for i in here))
-
 
 def biased_rules() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """{rule: (law of the next token, the target's)}, by trying all drafts."""
@@ -1132,7 +1078,6 @@ def biased_rules() -> dict[str, tuple[np.ndarray, np.ndarray]]:
             two, 2, partial(trimmed, budget=budget))
     return laws
 
-
 def print_ingredients(run: Run, fitted: dict):
     """What verification gains with each confidence."""
     K, load = run.K, max(run.loads)
@@ -1158,7 +1103,6 @@ def print_ingredients(run: Run, fitted: dict):
 
     race(replace(run, rounds=2 * run.rounds), load, measure(run, load), arms, report)
 
-
 def study(run: Run, args):
     """All of it, each table as soon as it is measured."""
     if len(run.pair.prompts) < 2:
@@ -1180,7 +1124,6 @@ def study(run: Run, args):
 COMMANDS = {  # name: what it calls; loads, rounds, loads of --quick
     "show": (show, "1,16,64", 5, "1,16"), "sweep": (sweep, "1,16,64,256", 11, "1,16"),
     "study": (study, "16,64", 5, "16,64")}
-
 
 def arguments() -> argparse.Namespace:
     """The command line."""
@@ -1223,7 +1166,6 @@ def arguments() -> argparse.Namespace:
         parser.error(str(error))
     return args
 
-
 def main():
     """Do what the command line asks for."""
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a sign shows "?"
@@ -1244,7 +1186,6 @@ def main():
         sys.exit(f"cannot run this pair: {error}")  # as av.py says what and why
     except BrokenPipeError:  # the reader of a pipe has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
 
 if __name__ == "__main__":
     main()
