@@ -702,11 +702,11 @@ class HeadDrafter:
     state and logits (r, V). A block drafter makes all drafts in the first pass:
 
         def next_logits(self, tokens, lengths, slots, position, depth):
-            laws, token = self.recall(tokens, lengths, slots)
-            if position == 0:  # what was seen, to logits (r, depth, V)
-                laws = self.head.block(laws, token, depth)
-            self.kept = slots, laws
-            return laws[:, position]"""
+            kept, token = self.recall(tokens, lengths, slots)
+            if position == 0:  # from what was seen to logits (r, depth, V)
+                kept = self.head.block(kept, token, depth)
+            self.kept = slots, kept
+            return kept[:, position]"""
 
     def __init__(self, head):
         self.head, self.seen = head, None

@@ -645,8 +645,8 @@ def print_one_step(run: Run, cost: av.CostTable):
     else:
         return print("  (no step found with a budget that rounded numbers give, too)")
     R, K = survival.shape
-    print("plan: survivals that earlier steps let expect: chances that this and all\n"
-          f"drafts before it are accepted{'of draft 1 to':>48} {K}")
+    print("plan: survivals as forecast by earlier steps (the chance that this draft and\n"
+          f"all before it are accepted){'of draft 1 to':>50} {K}")
     for number, row in zip(done.requests, survival):
         print(f"  request {number:<8}" + "".join(f"{s:8.2f}" for s in row))
     print(f"costs in ms: to draft {K}: {draft:.2f}; to verify, linear between\n  "
