@@ -576,8 +576,11 @@ def test_exploring_steps_and_prompts(idea, monkeypatch):
     """Too few explorers learn nothing, too many cost time; prompts cost what no table has.
 
     By hand: drafts never pay. So only a step in which a round begins drafts: K for
-    EXPLORERS requests, all verified. Costs learn from steps without prompts."""
+    EXPLORERS requests, all verified. Costs learn from steps without prompts. A plan
+    serves PLAN_EVERY steps: one for each would take a hundredth of all time."""
     learned = []
+    budget = mock.Mock(side_effect=idea.draft_budget)
+    monkeypatch.setattr(idea, "draft_budget", budget)
     monkeypatch.setattr(idea.CostTable, "learn", lambda _, *x: learned.append(x[:2]) or 5.0)
     cost = {1: 50.0}, {1: 1.0, 160: 500.0}
     decoder = coins(idea, 3, cost, 4, new=[99] * 20 + [1] * 20)  # 1: no room for a draft
@@ -593,6 +596,7 @@ def test_exploring_steps_and_prompts(idea, monkeypatch):
         prompts = step in (0, 5)
         assert learned == ([] if prompts else [(max(want), len(want) + sum(want))])
         assert np.isnan(done.expected_ms) if prompts else done.expected_ms == 5.0
+        assert budget.call_count == 1 + step // idea.PLAN_EVERY
 
 def test_what_is_expected_by_hand(idea):
     """A forecast that forgets too fast, that reads the law after top-k, that counts who
