@@ -583,11 +583,11 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                      scaling=None, dropout=0.0, sliding_window=None, **kwargs):
     """Attention of packed queries (1, H, T, D) to cached keys (slots, H_kv, S, D), as
     transformers' `AttentionInterface` calls it; returns ((1, T, H, D_v), None)."""
-    odd, config = {k for k, x in kwargs.items() if x is not None} - _HARMLESS, module.config
-    hidden_window = getattr(config, "sliding_window", None) and not (
-        sliding_window or getattr(config, "layer_types", None))
-    if odd or hidden_window or ragged is None or attention_mask is not None or dropout or (
-            not getattr(module, "is_causal", True)):
+    odd = {k for k, x in kwargs.items() if x is not None} - _HARMLESS
+    kinds, window = (getattr(module.config, x, None) for x in ("layer_types", "sliding_window"))
+    window = kinds[module.layer_idx] == "sliding_attention" if kinds else window
+    if odd or (window and not sliding_window) or ragged is None or dropout or (
+            attention_mask is not None or not getattr(module, "is_causal", True)):
         raise NotImplementedError(f"{type(module).__name__}: attention with {odd}, a mask "
                                   "or window of its own, dropout, or not causal")
     ragged.layers.add(module.layer_idx)
@@ -615,7 +615,7 @@ class SlotLM:
     """A decoder-only transformers model and its KV cache over slots: target or drafter.
 
     A rejected draft stays in the cache, but `cached` no longer counts it: it is masked
-    until the next token at its position overwrites it."""
+    until the next token at its position overwrites it. One thread for each model."""
 
     def __init__(self, model, num_slots: int, max_length: int):
         _check_model("model", model)
@@ -696,7 +696,7 @@ class SlotLM:
         return 0
 
 class HeadDrafter:
-    """A recurrent head on the target's state, as in EAGLE and MTP: one pass per draft.
+    """A recurrent head on the target's state (EAGLE, MTP), for one decoder at a time.
 
     head.start(hidden (r, H)) -> state (r, S); head.step(state, tokens (r,)) -> the next
     state and logits (r, V). A block drafter makes all drafts in the first pass:
@@ -782,7 +782,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     the verbs of section 5 instead. prompts: lists of ids. max_new_tokens: one number, or
     one per prompt. num_speculative_tokens: K; 0 is plain decoding. max_batch_size: how
     many run at once. eos_token_id: none, one or several. cost, estimator: to go on with.
-    on_step: gets each `Step`, may return the numbers of running requests to end. law:
+    on_step: gets each `Step`, may return a list of running requests to end. law:
     temperature, top_k, top_p of both; generation configs are not read. A seed gives the
     same tokens with "fixed"; other plans follow the clock, and give the same law. Raises
     ValueError (input), NotImplementedError (models), FloatingPointError (logits)."""
@@ -807,7 +807,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
         steps, request_steps = steps + 1, request_steps + len(done.requests)
         for i, row, n in zip(done.requests, done.tokens, done.num_committed):
             tokens[i] += row[:n].tolist()
-        if on_step and (ended := on_step(done)) is not None:
+        if on_step and isinstance(ended := on_step(done), (list, tuple, set, np.ndarray)):
             decoder.request[np.isin(decoder.request, list(ended))] = -1
         refill(decoder, waiting)
     length = sum(map(len, tokens)) / max(request_steps, 1)
