@@ -34,16 +34,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # The numbers that are a choice, and why. Those of the fit are its arguments.
-MAX_LOG_ODDS = 10.0  # features end here: surer drafters differ in rounding only
+MAX_LOG_ODDS = 10.0  # features end here: beyond it all drafts are sure
 MIN_CURVATURE = 0.05  # of a label in the fit: `observe` says why
-MAX_FIT_STEP = 3.0  # of a coefficient per refit: a switch takes two; 5 would overshoot
+MAX_FIT_STEP = 3.0  # of a coefficient per refit: a new workload takes two; 5 overshoots
 FIRST_FEATURE = 2.0  # is forecast before one is seen: a q_max of .88
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # with 8 requests a step renews half of the forecast, with one a ninth
-PLAN_EVERY = 4  # steps that a plan serves: to plan takes 1 % of a step
+PLAN_EVERY = 4  # steps that a plan lasts: to plan in each would take 1 % of the time
 COST_RATE = 0.1  # how far a step moves the cost factors: in 10 they follow the machine
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
-PROMPT = 16  # a row that is wider than usual by more than this is attended alone
+MUCH_WIDER = 16  # a row that is wider than usual by more than this is attended alone
 WIDER = 4  # the price of attending to a row once more, in padded tokens
 CALL = 1000  # the price of one more attention call, in cached tokens
 DEPTHS = 0, 1, 2, 3, 5, 7  # drafts of each request at which costs are measured; and K
@@ -71,7 +71,7 @@ def _token_ids(name, ids, V):
     return [_number(f"a token of {name}", token, 0, V - 1, int) for token in ids]
 
 
-# ==== Part I: the idea. It needs torch and numpy only, and copies out as it stands.
+# ==== Part I: the idea. All down to Part II needs torch and numpy only, and copies out.
 # ---- 1. Laws: from logits to probabilities, and from probabilities to a token.
 def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     """Logits (..., V) to the float32 probabilities that are drawn from: by temperature
@@ -149,16 +149,16 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-odds of the likeliest token, (..., V) -> (...,), in +-MAX_LOG_ODDS.
 
     LOSSLESS: it reads the law, not the token drawn from it. The law is that before top-k
-    and top-p, which often leave one token. Temperature 0 always would: 1 is read then."""
+    and top-p, which often leave one token; so does temperature 0: 1 is used instead."""
     _number("temperature", temperature, 0, 1e6)
     law = _softmax(logits, temperature)
     return (law.amax(-1) / law.sum(-1)).logit().clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
 
 class AcceptanceEstimator:
-    """confidence_i = sigmoid(slope * feature_i + intercept_i), i the position of a draft.
+    """confidence_i = sigmoid(slope * feature_i + intercept_i), i a draft's position.
 
     Fitted online, to one pair and sampling setting. ridge keeps it solvable without
-    labels; with `damping` labels a coefficient takes half of its step (vLLM's numbers)."""
+    labels; with `damping` labels a coefficient moves half as far (vLLM's numbers)."""
 
     def __init__(self, num_speculative_tokens, *, refit_every=100, ridge=1e-3,
                  damping=50.0, slope=0.5, intercept=-0.2):
@@ -191,12 +191,12 @@ class AcceptanceEstimator:
         f = np.where(labelled, features, 0.0)  # (R, D)
         _check((np.abs(f) <= 1e6).all(), "features must be within 1e6, got {}", f)
         c = self.predict(f)
-        # subtle: a sure draft has no curvature, but a full residual if it is rejected.
+        # subtle: a sure draft has no curvature, but a full error if it is rejected.
         # Without a floor, one such surprise would move an intercept by hundreds.
         curvature = labelled * np.maximum(c * (1 - c), MIN_CURVATURE)
-        residual = labelled * (c - (position < accepted[:, None]))
+        error = labelled * (c - (position < accepted[:, None]))
         self.sums[:, :D] += np.array([curvature * f * f, curvature * f, curvature,
-                                      residual * f, residual, labelled]).sum(1)
+                                      error * f, error, labelled]).sum(1)
         self.steps += 1
         if self.steps % self.refit_every == 0:
             self.refit()
@@ -206,16 +206,16 @@ class AcceptanceEstimator:
 
         A draft has one position, so the Hessian (K+1, K+1) is an arrowhead, dense in its
         first row and column only, and six sums per position hold all of a round."""
-        cff, cf, c, rf, r, labels = self.sums
+        cff, cf, c, ef, e, labels = self.sums
         hessian = np.diag(np.append(cff.sum(), c) + self.ridge)
         hessian[0, 1:] = hessian[1:, 0] = cf
-        gradient, labels = np.append(rf.sum(), r), np.append(labels.sum(), labels)
+        gradient, labels = np.append(ef.sum(), e), np.append(labels.sum(), labels)
         damp = labels / np.maximum(labels + self.damping, 1e-9)  # no labels: no step
         step = -np.linalg.lstsq(hessian, gradient, rcond=None)[0] * damp
         # A negative slope would rank lower what the drafter is surer of: it is kept at
         # or above zero, and the intercepts are then solved for that slope.
         if step[0] < -self.slope:
-            rest = (cf * self.slope - r) / hessian.diagonal()[1:]
+            rest = (cf * self.slope - e) / hessian.diagonal()[1:]
             step = np.append(-self.slope, rest * damp[1:])
         step *= min(1.0, MAX_FIT_STEP / max(np.abs(step).max(), 1e-9))
         self.slope += float(step[0])
@@ -228,8 +228,8 @@ class CostTable:
     """Milliseconds of a step, by straight lines between the points that were measured.
 
     draft: {depth: ms}, to draft so many tokens for each request. verify: {tokens: ms},
-    the rest of a step in which the target reads so many. Noise only adds time, so where
-    a larger size was faster, its time counts. Beyond the last point: in proportion."""
+    the rest of a step in which the target reads so many. A larger size that was faster
+    lowers the smaller ones, too. Beyond the last point: in proportion."""
 
     def __init__(self, draft, verify):
         self.curves = []
@@ -244,15 +244,15 @@ class CostTable:
             end = 2.0**40
             self.curves.append((np.append(x, end), np.append(y, y[-1] / x[-1] * end)))
 
-    def draft_ms(self, passes):
-        return np.sign(passes) * self.factors[0] * np.interp(passes, *self.curves[0])
+    def draft_ms(self, depth):
+        return np.sign(depth) * self.factors[0] * np.interp(depth, *self.curves[0])
 
-    def verify_ms(self, queries):
-        return self.factors[1] * np.interp(queries, *self.curves[1])
+    def verify_ms(self, tokens):
+        return self.factors[1] * np.interp(tokens, *self.curves[1])
 
-    def learn(self, passes, queries, draft_ms, verify_ms):
-        """Move the factors a little towards a step's times; what was expected, in ms."""
-        expected = np.array([self.draft_ms(passes), self.verify_ms(queries)])
+    def learn(self, depth, tokens, draft_ms, verify_ms):
+        """Move the factors a little towards a step's times; returns the ms expected."""
+        expected = np.array([self.draft_ms(depth), self.verify_ms(tokens)])
         ratio = np.array([draft_ms, verify_ms]) / np.maximum(expected, 1e-300)
         ratio = np.where(expected, ratio, 1.0).clip(0.5, 2.0)  # a hiccup counts little
         self.factors *= ratio**COST_RATE
@@ -260,17 +260,17 @@ class CostTable:
 
 def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]:
     """(depth, budget), how far to draft and how much to verify, for most tokens per ms:
-    argmax of (R + sum of the best survivals) / (draft ms + verify ms of R + budget).
+    argmax of (R + sum of best survivals) / (draft_ms(depth) + verify_ms(R + budget)).
 
-    survival: (R, K), negative where no draft can be used; LOSSLESS: as forecast by
-    *earlier* steps, for this step's depend on the very drafts that are decided about.
+    survival: (R, K), negative where no draft can be used. LOSSLESS: forecast by
+    *earlier* steps, because this step's depend on the very drafts that are chosen.
     The published rule drafts K; with `all_depths` the depth is chosen too."""
     R, K = survival.shape
-    order = np.argsort(-survival, axis=None, kind="stable")  # slots, best first
+    order = np.argsort(-survival, axis=None, kind="stable")  # drafts, best first
     best, position = survival.flat[order], order % K
     deepest = int((survival >= 0).any(0).sum())  # that any request can use
     depths = np.arange(0 if all_depths else deepest, deepest + 1)
-    # Each row goes through the slots, best first, and takes those within its depth.
+    # Each row goes through the drafts, best first, and takes those within its depth.
     taken = np.pad((position < depths[:, None]) & (best >= 0), ((0, 0), (1, 0)))
     budgets = taken.cumsum(1)  # (depths, R * K + 1)
     tokens = R + (taken * np.append(0.0, best)).cumsum(1)
@@ -280,13 +280,13 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
     return int(depths[at // rate.shape[1]]), int(budgets.flat[at])
 
 def trim(survival: np.ndarray, budget: int) -> np.ndarray:
-    """Verified drafts of each request (R,): its share of the `budget` best slots.
+    """Verified drafts of each request (R,): its share of the `budget` best of all.
 
     survival: (R, D), never rising along a request; -1 where nothing was drafted."""
     _number("budget", budget, 0, survival.size, int)
     # LOSSLESS: a draft changes only the survivals behind it in its request, and those
     # never rank above its own. So it has no say in whether it is verified. subtle: a
-    # stable sort breaks ties by position, so that a request's best slots are its first.
+    # stable sort breaks ties by position: the best drafts of a request are its first.
     best = np.argsort(-survival.T, axis=None, kind="stable")[:budget]
     return np.bincount(best % len(survival), minlength=len(survival))
 
@@ -334,12 +334,12 @@ class Decoder:
         B = _number("max_batch_size", max_batch_size, 1, 2**31, int)
         V, self.device = target.vocab_size, target.device
         _check(plan in ("fixed", "verification", "adaptive"), f"unknown plan {plan!r}")
-        warp(torch.zeros(1, device=self.device), **law)  # refuses what is not a law
+        warp(torch.zeros(1, device=self.device), **law)  # refuses bad settings
         self.plan, self.K, self.law, self.cost = plan if K else "fixed", K, law, cost
         if estimator is None and self.plan != "fixed":
             estimator = AcceptanceEstimator(K)
-        of = getattr(estimator, "num_speculative_tokens", None)
-        _check(estimator is None or of == K, f"estimator must be for K = {K}, is {estimator!r} for {of}")
+        of = getattr(estimator, "num_speculative_tokens", repr(estimator))
+        _check(estimator is None or of == K, f"estimator must be for K = {K}, is for {of}")
         _check(isinstance(cost, CostTable | None), f"cost must be a CostTable: {cost!r}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
         self.sees = target.keep_hidden = hasattr(drafter, "see")
@@ -352,7 +352,7 @@ class Decoder:
         self.q, self.draft_logits = torch.zeros(2, *room, device=self.device).float()
         self.request, self.lengths, self.ends = np.full((3, B), -1)  # by slot; -1: free
         self.fresh = np.zeros(B, bool)  # slots whose prompt has not been read
-        # Forecasts of the confidences of the next step: of any request, and of each slot.
+        # Forecasts of the confidences of a step: of any request, and of each slot.
         self.usual = estimator.predict(np.full(K, FIRST_FEATURE)) if estimator else np.ones(K)
         self.expected = np.tile(self.usual, (B, 1))
         self.planned = None  # or depth, budget
@@ -384,7 +384,7 @@ class Decoder:
         for model in (self.target, self.drafter) if self.K else (self.target,):
             model.commit(slots, np.where(self.fresh[slots], 0, lengths))
         # 0. plan. LOSSLESS: from earlier steps, before anything of this one is drawn.
-        depths, budget = self.choose(slots)  # (R,) drafts of each; of all, to verify
+        depths, budget = self.choose(slots)  # (R,) to draft of each; to verify in all
         # 1. draft
         drafting = time.perf_counter()
         drafts, q, draft_logits, depths = self.draft(slots, depths)  # (R, D, V)
@@ -398,8 +398,8 @@ class Decoder:
         # 4. verify. What was trimmed is not among the tokens that the target reads.
         logits = self.target.logits(self.tokens, lengths, slots, num_verified)
         p = warp(logits, **self.law)  # (R + sum(num_verified), V)
-        accepted, next_tokens = verify(p, q, drafts, send(num_verified), self.generator)
         # 5. accept
+        accepted, next_tokens = verify(p, q, drafts, send(num_verified), self.generator)
         finite = logits.amax(-1).isfinite().all().expand(len(slots))
         outcome = torch.stack([accepted, next_tokens, finite.long()]).cpu().numpy()
         accepted, host_next, finite = outcome  # (R,) each
@@ -409,7 +409,7 @@ class Decoder:
         if self.sees:
             first = (num_verified + 1).cumsum() - num_verified - 1  # (R,) row of each
             self.drafter.see(slots, self.target.hidden[send(first + accepted)])
-        # From here on nothing can fail: a step counts as a whole or not at all.
+        # What could fail is behind us: a step counts as a whole or not at all.
         done = self.accept(slots, host_drafts, features, survival, num_verified, accepted,
                            host_next)
         # 6. learn
@@ -432,14 +432,15 @@ class Decoder:
             self.planned = draft_budget(survival, self.cost, self.plan == "adaptive")
         depth, budget = self.planned
         depths = np.minimum(most, depth)
-        # What is never verified is never learned again: once a round some draft all.
+        # What is never verified is never learned again: in the first step of a round some
+        # requests draft all, and nothing is trimmed.
         if self.estimator.steps % self.estimator.refit_every == 0:
             depths[:EXPLORERS] = most[:EXPLORERS]
             budget = int(depths.sum())
         return depths, budget
 
     def draft(self, slots, depths):
-        """Up to depths (R,) tokens of each request, their laws, logits; and depths."""
+        """Drafts, their laws and logits, and depths, which end tokens may have cut."""
         R, D, V = len(slots), depths.max(), self.target.vocab_size
         drafts, i = torch.zeros(R, D, dtype=torch.long, device=self.device), 0
         while len(rows := np.flatnonzero(depths > i)):
@@ -478,16 +479,16 @@ class Decoder:
 
     def accept(self, slots, drafts, features, survival, num_verified, accepted,
                next_tokens):
-        """Give the requests their tokens, and free the slots of those that have all."""
+        """Write down the tokens, and free the slots of requests that have all."""
         R, D = drafts.shape
         tokens = np.column_stack([drafts, next_tokens])  # (R, D + 1)
         tokens[np.arange(R), accepted] = next_tokens
-        ends = self.is_end(tokens) & (np.arange(D + 1) <= accepted[:, None])
-        count = np.where(ends.any(1), ends.argmax(1), accepted) + 1
+        stop = self.is_end(tokens) & (np.arange(D + 1) <= accepted[:, None])
+        count = np.where(stop.any(1), stop.argmax(1), accepted) + 1
         self.lengths[slots] += count
         done = Step(self.request[slots], tokens, count, drafts, num_verified, accepted,
                     features, survival)
-        over = ends.any(1) | (self.lengths[slots] >= self.ends[slots])
+        over = stop.any(1) | (self.lengths[slots] >= self.ends[slots])
         self.request[slots[over]] = -1
         return done
 
@@ -518,8 +519,8 @@ def refill(decoder: Decoder, requests):
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, PreTrainedModel
 
-# ---- 6. The ragged batch: all tokens travel as one row (1, T), so that linear layers see
-#    no padding; attention unpacks them.
+# ---- 6. The ragged batch: all tokens travel as one row (1, T), so that linear layers
+#    see no padding; attention unpacks them.
 class Ragged:
     """Where the T tokens of a pass belong: counts[i] to slots[i], from start[i] on.
 
@@ -527,7 +528,7 @@ class Ragged:
 
     def __init__(self, slots, start, counts, device):
         if (span := slots[-1] + 1 - slots[0]) < 2 * len(slots):
-            # Idle slots between used ones bring no tokens: a slice is read uncopied.
+            # Idle slots come in with no tokens, because a slice needs no copy.
             sizes = np.zeros((2, span), int)
             sizes[:, slots - slots[0]] = start, counts
             slots, (start, counts) = np.arange(slots[0], slots[-1] + 1), sizes
@@ -566,7 +567,7 @@ class Ragged:
 def _attention_calls(widths, ends):
     """[(rows, width, keys)]: all rows at the usual width and length, then again those a
     bit wider, and alone each longer one and each prompt."""
-    def best(sizes, call):  # to pad to: each row that is larger costs `call` and its size
+    def best(sizes, call):  # to pad to; a row that is larger costs `call` and its size
         sizes = np.sort(sizes)[::-1]
         larger = (sizes + call).cumsum() - sizes - call
         return max(1, int(sizes[np.argmin(len(sizes) * sizes + larger)]))
@@ -574,7 +575,7 @@ def _attention_calls(widths, ends):
     if len(widths) == 1:
         return [(np.array([0]), int(widths[0]), int(ends[0]))]
     width, keys = best(widths, WIDER), best(ends, CALL)
-    alone = (ends > keys) | (widths > width + PROMPT)
+    alone = (ends > keys) | (widths > width + MUCH_WIDER)
     again = [np.flatnonzero((widths > width) & ~alone), *np.flatnonzero(alone)[:, None]]
     return [(np.arange(len(ends)), width, keys)] + [
         (rows, int(widths[rows].max()), int(ends[rows].max())) for rows in again if len(rows)]
@@ -629,7 +630,7 @@ class SlotLM:
     @torch.inference_mode()
     def commit(self, slots, lengths):
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
-        if len(new := slots[lengths == 0]):  # what is void is masked, but 0 * nan is nan
+        if len(new := slots[lengths == 0]):  # void is masked, but 0 * nan is nan
             for cache in sum(self.kv.values(), []):
                 cache[_send(new, self.device)] = 0
 
@@ -649,7 +650,7 @@ class SlotLM:
         """Read the next counts (r,) tokens of each slot; logits of those to keep."""
         first, head = not self.kv, self.model.get_output_embeddings()
         self.batch = batch = Ragged(slots, self.cached[slots], counts, self.device)
-        # subtle: an id that only the target has is read as the last one: any q is exact.
+        # subtle: ids that a drafter lacks become its highest: any q is lossless.
         ids = tokens[batch.slots, batch.positions].clamp(max=self.readable - 1)
         some = _send(keep, self.device) if len(keep) < len(ids) else 0  # 0: all
         names = [config[ATTENTION] for config in self.configs]
@@ -678,7 +679,7 @@ class SlotLM:
         return logits
 
     def update(self, key, value, layer_idx, *args, **kwargs):
-        """Models call it: keep key and value (1, H_kv, T, D), give those of all slots."""
+        """Models call it: keep key, value (1, H_kv, T, D), return those of all slots."""
         kv = self.kv.get(layer_idx) or [
             x.new_zeros(self.shape[0], 0, *x.shape[1::2]) for x in (key, value)]
         if (size := kv[0].shape[1]) < self.batch.longest:  # of (slots, S, H_kv, D)
@@ -732,10 +733,10 @@ class HeadDrafter:
 
 # ---- 8. Measure, and generate.
 def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
-    """Time steps of an idle decoder in which all draft and verify each of DEPTHS, and K.
+    """Time steps of an idle decoder in which all draft and verify each of DEPTHS, or K.
 
-    Attention reads up to the longest context, so they are spread as in a real batch, from
-    the shortest prompt to CONTEXT. The median of `repeats` counts: it wanders least."""
+    Attention reads up to the longest context, so they are spread as in a real batch,
+    from the shortest prompt to CONTEXT. Of `repeats` the median counts: it wanders least."""
     B, K = len(decoder.tokens), len(decoder.q)
     high = min(decoder.tokens.shape[1] - K - 1, CONTEXT)  # K drafts and a bonus follow
     contexts = np.linspace(min([high, *map(len, prompts)]), high, B).astype(int)
@@ -814,7 +815,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     return Result(tokens, steps, length, decoder.estimator, decoder.cost)
 
 
-# ---- 9. Refusals, by name and value, before any work. (Some only a first pass can tell.)
+# ---- 9. Refusals, by name and value, before any work. (Some only a first pass tells.)
 def _vocabulary(model):
     """Tokens that it gives logits of, and tokens that it reads."""
     ends = model.get_output_embeddings(), model.get_input_embeddings()
