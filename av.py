@@ -298,7 +298,7 @@ def trim(survival: np.ndarray, budget: int) -> np.ndarray:
 #    target.vocab_size, target.device
 #    target.logits(tokens, lengths, slots, num_verified) -> (r + sum(num_verified), V)
 #        Once a step: logits behind each text, and behind each verified draft.
-#    target.hidden (the same rows, H): what its head read, if told to `keep_hidden`.
+#    target.hidden (the same rows, H): what its head read, for a drafter that sees.
 #    drafter.next_logits(tokens, lengths, slots, position, depth) -> (r, any width)
 #        For each position < depth: logits behind `lengths` tokens, drafts included.
 #        LOSSLESS: it may look at the text, and at the drafts of its own slot.
@@ -342,7 +342,7 @@ class Decoder:
         _check(estimator is None or of == K, f"estimator must be for K = {K}, is for {of}")
         _check(isinstance(cost, CostTable | None), f"cost must be a CostTable: {cost!r}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
-        self.sees = target.keep_hidden = hasattr(drafter, "see")
+        self.sees = hasattr(drafter, "see")
         self.generator = torch.Generator(self.device)
         seed = self.generator.seed() if seed is None else seed
         self.generator.manual_seed(_number("seed", seed, 0, 2**64 - 1, int))
@@ -607,7 +607,6 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
 
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits",
              "is_causal"}
-ATTENTION = "_attn_implementation_internal"  # what configs call its name
 AttentionInterface.register("ragged", ragged_attention)
 
 
@@ -616,23 +615,43 @@ class SlotLM:
     """A decoder-only transformers model and its KV cache over slots: target or drafter.
 
     A rejected draft stays in the cache, but `cached` no longer counts it: it is masked
-    until the next token at its position overwrites it. One thread for each model."""
+    until the next token at its position overwrites it."""
 
     def __init__(self, model, num_slots: int, max_length: int):
         _check_model("model", model)
-        self.model, self.device, self.keep_hidden = model, model.device, False
-        self.vocab_size, self.readable = _vocabulary(model)
-        self.shape, self.kv = (num_slots, max_length), {}  # keys, values by layer
+        self.device, (self.vocab_size, self.readable) = model.device, _vocabulary(model)
+        # Its modules are copied, and its weights are not: the caller's stays as it is.
+        weights = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        self.model = copy.deepcopy(model, weights)
+        self.model.set_attn_implementation("ragged")
+        self.head = self.model.get_output_embeddings()
+        self.head.register_forward_pre_hook(lambda head, x: setattr(head, "seen", x[0][0]))
+        self.shape, self.kv = (num_slots, max(max_length, 2)), {}  # keys, values by layer
         self.cached = np.zeros(num_slots, int)  # tokens of each slot
-        self.configs = [vars(m.config) for m in model.modules()
-                        if isinstance(m, PreTrainedModel)]  # they name an attention
 
     @torch.inference_mode()
     def commit(self, slots, lengths):
+        if not self.kv:
+            self.try_out()
+            self.cached[:] = 0
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
         if len(new := slots[lengths == 0]):  # void is masked, but 0 * nan is nan
             for cache in sum(self.kv.values(), []):
                 cache[_send(new, self.device)] = 0
+
+    def try_out(self):
+        """Read two tokens, because only a pass shows whether a model fits."""
+        try:
+            tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+            logits = self._forward(tokens, np.array([0]), np.array([2]), np.array([1]))
+            layers = {*range(self.model.config.num_hidden_layers)}
+            if not self.batch.layers == self.kv.keys() == layers or len(logits) > 1:
+                raise TypeError("layers without attention, or all logits instead of some")
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+            name = type(self.model).__name__
+            raise NotImplementedError(f"{name} as a ragged batch: {error}") from error
 
     def next_logits(self, tokens, lengths, slots, position=0, depth=0):
         return self.logits(tokens, lengths, slots, np.zeros_like(slots))
@@ -648,35 +667,15 @@ class SlotLM:
 
     def _forward(self, tokens, slots, counts, keep):
         """Read the next counts (r,) tokens of each slot; logits of those to keep."""
-        first, head = not self.kv, self.model.get_output_embeddings()
         self.batch = batch = Ragged(slots, self.cached[slots], counts, self.device)
         # subtle: ids that a drafter lacks become its highest: any q is lossless.
         ids = tokens[batch.slots, batch.positions].clamp(max=self.readable - 1)
         some = _send(keep, self.device) if len(keep) < len(ids) else 0  # 0: all
-        names = [config[ATTENTION] for config in self.configs]
-        hook = self.keep_hidden and head.register_forward_pre_hook(
-            lambda _, inputs: setattr(self, "hidden", inputs[0][0]))
-        try:
-            for config in self.configs:  # (the setter takes as long as a small model)
-                config[ATTENTION] = "ragged"
-            logits = self.model(
-                input_ids=ids[None], position_ids=batch.positions[None], cache=self,
-                use_cache=True, ragged=batch, logits_to_keep=some).logits[0]
-            layers = {*range(self.model.config.num_hidden_layers)}
-            if not batch.layers == self.kv.keys() == layers or len(logits) != len(keep):
-                raise TypeError("layers without attention, or all logits instead of some")
-        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-            if not first or isinstance(error, torch.OutOfMemoryError):
-                raise  # only a first pass may tell that the model is of the wrong kind
-            name = type(self.model).__name__
-            raise NotImplementedError(f"{name} as a ragged batch: {error}") from error
-        finally:  # the model is as it was, come what may
-            for config, old in zip(self.configs, names):
-                config[ATTENTION] = old
-            if hook:
-                hook.remove()
+        logits = self.model(input_ids=ids[None], position_ids=batch.positions[None],
+                            cache=self, use_cache=True, ragged=batch, logits_to_keep=some)
+        self.hidden = self.head.seen
         self.cached[slots] += counts
-        return logits
+        return logits.logits[0]
 
     def update(self, key, value, layer_idx, *args, **kwargs):
         """Models call it: keep key, value (1, H_kv, T, D), return those of all slots."""
@@ -697,17 +696,15 @@ class SlotLM:
         return 0
 
 class HeadDrafter:
-    """A recurrent head on the target's state (EAGLE, MTP), for one decoder at a time.
+    """A head on the target's state (EAGLE, MTP), for one decoder at a time.
 
-    head.start(hidden (r, H)) -> state (r, S); head.step(state, tokens (r,)) -> the next
-    state and logits (r, V). A block drafter makes all drafts in the first pass:
+    head.start(hidden (r, H)) -> state (r, ...), what to draft from;
+    head.step(state, tokens (r,), position, depth) -> the next state, and logits (r, V).
+    A block drafter makes all drafts at once, and its state is their logits:
 
-        def next_logits(self, tokens, lengths, slots, position, depth):
-            kept, token = self.recall(tokens, lengths, slots)
-            if position == 0:  # from what was seen to logits (r, depth, V)
-                kept = self.head.block(kept, token, depth)
-            self.kept = slots, kept
-            return kept[:, position]"""
+        def step(self, state, tokens, position, depth):
+            state = self.block(state, tokens, depth) if position == 0 else state
+            return state, state[:, position]  # (r, depth, V), (r, V)"""
 
     def __init__(self, head):
         self.head, self.seen = head, None
@@ -716,17 +713,13 @@ class HeadDrafter:
         self.seen = slots, self.head.start(hidden)
 
     def commit(self, slots, lengths):
-        self.kept = self.seen  # what is kept from draft to draft
+        self.kept = self.seen  # from draft to draft
 
-    def recall(self, tokens, lengths, slots):
-        """What was kept of each slot, and its newest token."""
+    def next_logits(self, tokens, lengths, slots, position, depth):
         known, state = self.kept
         row, slot, last = (_send(x, tokens.device) for x in (
             np.searchsorted(known, slots), slots, lengths - 1))
-        return state[row], tokens[slot, last]
-
-    def next_logits(self, tokens, lengths, slots, position, depth):
-        state, logits = self.head.step(*self.recall(tokens, lengths, slots))
+        state, logits = self.head.step(state[row], tokens[slot, last], position, depth)
         self.kept = slots, state
         return logits
 

@@ -97,9 +97,12 @@ class Block(nn.Module):
         """Logits of the first positions, (..., H) and (...,) -> (..., depth, V)."""
         return self.head(self.states(hidden, token, depth))
 
-    def bias(self, token: Tensor) -> Tensor | float:
-        """To add to the logits behind this token, (...,) -> (..., V)."""
-        return self.bias_head(self.bias_embed(token)) if self.biased else 0.0
+    def step(self, state: Tensor, token: Tensor, position: int, depth: int):
+        """The logits of the block as the state, and of the draft at a position."""
+        if position == 0:
+            state = self(state, token, depth)  # (..., depth, V)
+        bias = self.bias_head(self.bias_embed(token)) if self.biased and position else 0
+        return state, state[..., position, :] + bias
 
 class RecurrentHead(nn.Module):
     """Drafts one token at a time from a state read off the target (MTP-like)."""
@@ -115,7 +118,7 @@ class RecurrentHead(nn.Module):
         self.last_norm = nn.RMSNorm(d, elementwise_affine=False)
         self.head = nn.Linear(d, VOCAB, bias=False)
 
-    def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, state: Tensor, token: Tensor, position: int, depth: int):
         """Read the newest token: the state after it, and logits of the next one."""
         both = torch.cat([state, self.embed(token).to(state.dtype)], -1)
         state = state + self.down(F.silu(self.up(self.norm(both))))
@@ -139,16 +142,13 @@ def build(what: str, hidden_size: int) -> nn.Module:
             return RecurrentHead(hidden_size)
         return Block(hidden_size, biased=what == "block")
 
-def drafting(drafter: nn.Module, hidden: Tensor, token: Tensor) -> Callable:
+def drafting(drafter: nn.Module, hidden: Tensor) -> Callable:
     """A function of (i, the token before), to be called in order: logits of draft i."""
-    if isinstance(drafter, Block):
-        block = drafter(hidden, token)
-        return lambda i, before: block[..., i, :] + (drafter.bias(before) if i else 0)
     state = drafter.start(hidden)
 
     def step(i, before):
         nonlocal state
-        state, logits = drafter.step(state, before)
+        state, logits = drafter.step(state, before, i, DEPTH)
         return logits
     return step
 
@@ -170,7 +170,7 @@ def loss_of(target, drafter=None) -> Callable:
             pairs = [(drafter(input_ids=text, use_cache=False).logits, p)]
         else:
             at = torch.arange(next(starts), LENGTH - DEPTH, STRIDE, device=ids.device)
-            draft = drafting(drafter, hidden[:, at], text[:, at + 1])
+            draft = drafting(drafter, hidden[:, at])
             pairs = ((draft(i, text[:, at + 1 + i]), p[:, at + 1 + i])
                      for i in range(DEPTH))
         for logits, law in pairs:
@@ -262,7 +262,7 @@ def report_training(target, drafter, kind: str, steps: str):
         nats.append(F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
         generator, laws = torch.Generator(device).manual_seed(1), []
         token = av.sample(law(logits[:, -1]), generator)
-        draft = kind != "lm" and drafting(drafter, hidden[:, -1], token)
+        draft = kind != "lm" and drafting(drafter, hidden[:, -1])
         for i in range(DEPTH):
             ids = torch.cat([ids, token[:, None]], 1)
             logits = draft(i, token) if draft else drafter(input_ids=ids).logits[:, -1]
@@ -348,16 +348,6 @@ FEW = 4  # below this, requests are shorter: so each round sees several of each 
 HUB_PROMPTS = [f"{ask} about {what}." for what in ("tides", "chess", "bread", "primes")
                for ask in ("Write Python code", "Tell me a short story", "List facts")]
 
-class BlockDrafter(av.HeadDrafter):
-    """The block by the loop's verbs."""
-
-    def next_logits(self, tokens, lengths, slots, position, depth):
-        state, token = self.recall(tokens, lengths, slots)
-        if position == 0:
-            state = self.head(state, token, depth)  # (r, depth, V)
-        self.kept = slots, state
-        return state[:, position] + (self.head.bias(token) if position else 0)
-
 class Pair(NamedTuple):
     """Two models, what they are asked, and how to read their tokens."""
     name: str
@@ -373,7 +363,7 @@ class Pair(NamedTuple):
         """The drafter as the loop knows it."""
         if self.kind == "lm":
             return av.SlotLM(self.drafter, load, self.longest)
-        return (av.HeadDrafter if self.kind == "head" else BlockDrafter)(self.drafter)
+        return av.HeadDrafter(self.drafter)
 
     @property
     def longest(self) -> int:
@@ -924,11 +914,12 @@ def head_inputs(decoder, features, drafts, depths) -> np.ndarray:
     """What a confidence head reads, (R, D, H): the block, and the draft before."""
     block, rows = decoder.drafter.head, np.flatnonzero(depths)
     slots = np.flatnonzero(decoder.request >= 0)[rows]
-    decoder.drafter.commit(slots, None)  # back to what was seen
-    seen = decoder.drafter.recall(decoder.tokens, decoder.lengths[slots], slots)
+    known, hidden = decoder.drafter.seen
+    hidden = hidden[np.searchsorted(known, slots)]
+    newest = decoder.tokens[slots, decoder.lengths[slots] - 1]
     before = block.bias_embed(F.pad(drafts, (1, 0))[:, :-1])
     states = before.new_zeros(*drafts.shape, block.head.in_features)
-    states[rows] = block.states(*seen, drafts.shape[1])
+    states[rows] = block.states(hidden, newest, drafts.shape[1])
     return torch.cat([states, before], -1).float().cpu().numpy()
 
 def collect(run: Run) -> tuple[dict, dict, list[av.Step]]:
