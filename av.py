@@ -181,20 +181,20 @@ class AcceptanceEstimator:
 
         A draft has a label if it was verified and all before it were accepted; what was
         not verified has none, which is not the label "rejected"."""
-        features, *counts = map(np.asarray, (features, num_verified, accepted))
-        (R, D), (num_verified, accepted) = features.shape, counts
-        _check(D <= self.num_speculative_tokens and all(
-            x.shape == (R,) and ((0 <= x) & (x <= D)).all() for x in counts),
+        (R, D), counts = np.shape(features), np.array([num_verified, accepted])
+        _check(D <= self.num_speculative_tokens and counts.shape == (2, R) and (
+            (0 <= counts) & (counts <= D)).all(),
             "each of {} requests must have two counts in 0..{}, got {}", R, D, counts)
+        num_verified, accepted = counts[..., None]  # (R, 1)
         position = np.arange(D)
-        labelled = (position < num_verified[:, None]) & (position <= accepted[:, None])
-        f = np.where(labelled, features, 0.0)  # (R, D)
+        labelled = (position < num_verified) & (position <= accepted)  # (R, D)
+        f = np.where(labelled, features, 0.0)
         _check((np.abs(f) <= 1e6).all(), "features must be within 1e6, got {}", f)
         c = self.predict(f)
         # subtle: a sure draft has no curvature, but a full error if it is rejected.
         # Without a floor, one such surprise would move an intercept by hundreds.
         curvature = labelled * np.maximum(c * (1 - c), MIN_CURVATURE)
-        error = labelled * (c - (position < accepted[:, None]))
+        error = labelled * (c - (position < accepted))
         self.sums[:, :D] += np.array([curvature * f * f, curvature * f, curvature,
                                       error * f, error, labelled]).sum(1)
         self.steps += 1
@@ -252,11 +252,11 @@ class CostTable:
 
     def learn(self, depth, tokens, draft_ms, verify_ms):
         """Move the factors a little towards a step's times; returns the ms expected."""
-        expected = np.array([self.draft_ms(depth), self.verify_ms(tokens)])
-        ratio = np.array([draft_ms, verify_ms]) / np.maximum(expected, 1e-300)
-        ratio = np.where(expected, ratio, 1.0).clip(0.5, 2.0)  # a hiccup counts little
-        self.factors *= ratio**COST_RATE
-        return expected.sum()
+        expected = self.draft_ms(depth), self.verify_ms(tokens)
+        for i, ms in enumerate((draft_ms, verify_ms)):
+            if expected[i]:  # a hiccup counts little
+                self.factors[i] *= min(max(ms / expected[i], 0.5), 2.0)**COST_RATE
+        return sum(expected)
 
 def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]:
     """(depth, budget), how far to draft and how much to verify, for most tokens per ms:
