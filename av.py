@@ -626,7 +626,7 @@ class SlotLM:
         self.model.set_attn_implementation("ragged")
         self.head = self.model.get_output_embeddings()
         self.head.register_forward_pre_hook(lambda head, x: setattr(head, "seen", x[0][0]))
-        self.shape, self.kv = (num_slots, max(max_length, 2)), {}  # keys, values by layer
+        self.shape, self.kv = (num_slots, max_length), {}  # keys, values by layer
         self.cached = np.zeros(num_slots, int)  # tokens of each slot
 
     @torch.inference_mode()

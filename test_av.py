@@ -846,6 +846,18 @@ def test_a_head_starts_from_the_state_of_the_newest_token(kind, plan):
     write(target, drafter, prompts, 12, 7, plan, cost=None)
     assert {x.shape[1] for x in drafter.head.started} == {32}
 
+def test_a_head_drafts_from_the_state_of_its_own_slot():
+    """If fewer slots draft than were seen, rows move: of a wrong one no text shows it."""
+    head = types.SimpleNamespace(start=lambda hidden: 10 * hidden, step=lambda state, tokens,
+                                 position, depth: (state + tokens, [*zip(state, tokens)]))
+    drafter, tokens = av.HeadDrafter(head), torch.arange(12).view(6, 2)
+    drafter.see(np.array([0, 2, 5]), torch.tensor([1, 2, 3]))
+    drafter.commit(np.array([0, 2, 5]), np.array([2, 2, 2]))
+    for slots, want in ([0, 2, 5], [(10, 1), (20, 5), (30, 11)]), ([2, 5], [
+            (25, 5), (41, 11)]), ([5], [(52, 11)]):
+        ends = np.full(len(slots), 2)
+        assert drafter.next_logits(tokens, ends, np.array(slots), 0, 3) == want
+
 
 # ---- The law, drawn.
 def chance_of(texts, start, P):
@@ -1075,6 +1087,8 @@ def test_same_seed_same_tokens_and_nothing_of_the_caller_changes():
         assert run(1, **options) == run(1, **options) != run(2, **options), options
     assert run(None) != run(None) and state() == before
     target(torch.tensor(prompts[:1])).logits.sum().backward()  # no inference tensor
+    pairs = zip(target.parameters(), av.SlotLM(target, 1, 9).model.parameters())
+    assert all(mine is its for mine, its in pairs)  # no copy of gigabytes
 
 def test_odd_but_right_input():
     """Tensors, arrays or tuples are prompts or ends, too, K may be more than is asked; and
