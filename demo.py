@@ -1113,7 +1113,7 @@ def study(run: Run, args):
 
 # ---- 7. The command line.
 COMMANDS = {  # name: what it calls; loads, rounds, loads of --quick
-    "show": (show, "1,16,64", 5, "1,16"), "sweep": (sweep, "1,16,64,256", 11, "1,16"),
+    "show": (show, "1,16,64", 4, "1,16"), "sweep": (sweep, "1,16,64,256", 11, "1,16"),
     "study": (study, "16,64", 5, "16,64")}
 
 def arguments() -> argparse.Namespace:
@@ -1132,7 +1132,7 @@ def arguments() -> argparse.Namespace:
     flag("--temperature", type=float, default=1.0)
     flag("--top-p", type=float, default=0.95)
     flag("--seed", type=int, default=0)
-    flag("--rounds", type=int, help="of the race: 5, sweep 11, --quick 2")
+    flag("--rounds", type=int, help="of the race: 4, study 5, sweep 11, --quick 2")
     flag("--csv", metavar="FILE", help="sweep: where to write its table, too")
     flag("--peers", action="store_true", help="sweep: transformers' generate, too")
     args = parser.parse_args()
