@@ -620,9 +620,11 @@ class SlotLM:
     def __init__(self, model, num_slots: int, max_length: int):
         _check_model("model", model)
         self.device, (self.vocab_size, self.readable) = model.device, _vocabulary(model)
-        # Its modules are copied, and its weights are not: the caller's stays as it is.
-        weights = {id(x): x for x in (*model.parameters(), *model.buffers())}
-        self.model = copy.deepcopy(model, weights)
+        # Its modules are copied, and its tensors are not: the caller's stays as it is.
+        tensors = {id(x): x for module in model.modules() for kept in (
+            vars(module), module._parameters, module._buffers)
+            for x in kept.values() if isinstance(x, Tensor)}
+        self.model = copy.deepcopy(model, tensors)
         self.model.set_attn_implementation("ragged")
         self.head = self.model.get_output_embeddings()
         self.head.register_forward_pre_hook(lambda head, x: setattr(head, "seen", x[0][0]))

@@ -1087,8 +1087,10 @@ def test_same_seed_same_tokens_and_nothing_of_the_caller_changes():
         assert run(1, **options) == run(1, **options) != run(2, **options), options
     assert run(None) != run(None) and state() == before
     target(torch.tensor(prompts[:1])).logits.sum().backward()  # no inference tensor
-    pairs = zip(target.parameters(), av.SlotLM(target, 1, 9).model.parameters())
-    assert all(mine is its for mine, its in pairs)  # no copy of gigabytes
+    target.model.last_loss = target.lm_head.weight.sum()  # which has no copy
+    mine, its = [[*m.parameters(), *m.buffers(), m.model.last_loss]
+                 for m in (target, av.SlotLM(target, 1, 9).model)]
+    assert all(x is y for x, y in zip(mine, its))  # no copy of gigabytes
 
 def test_odd_but_right_input():
     """Tensors, arrays or tuples are prompts or ends, too, K may be more than is asked; and
