@@ -9,11 +9,11 @@ Survivals and measured costs say how many to check: the draft budget.
 
 What keeps it LOSSLESS: rejection sampling is exact if a draft, *given that it is
 verified*, is still drawn from q. So whether draft x_2 is verified may depend on anything
-that was known before x_2 was drawn, and on nothing that x_2 itself influences:
+that x_2 does not influence, and on nothing that it does:
 
     position                 1            2            3
     draft and its law        x_1 ~ q_1    x_2 ~ q_2    x_3 ~ q_3
-    may decide about x_2     earlier steps, costs, q_1, x_1, q_2
+    may decide about x_2     earlier steps, costs, other requests, q_1, x_1, q_2
     may not                  x_2, nor q_3 and x_3, which x_2 influences
 
 Exact: "verify x_2 if the largest probability of q_2 is high", as x_2 is not drawn yet.
@@ -36,12 +36,12 @@ from torch.nn.functional import pad
 # The numbers that are a choice, and why. Those of the fit are its arguments.
 MAX_LOG_ODDS = 10.0  # features end here: beyond it all drafts are sure
 MIN_CURVATURE = 0.05  # of a label in the fit: `observe` says why
-MAX_FIT_STEP = 3.0  # of a coefficient per refit: a new workload takes two; 5 overshoots
-FIRST_FEATURE = 2.0  # is forecast before one is seen: a q_max of .88
+MAX_FIT_STEP = 3.0  # of a coefficient: two refits reach a new workload; 5 overshoots
+FIRST_FEATURE = 2.0  # is assumed until a draft is seen: a q_max of .88
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # with 8 requests a step renews half of the forecast, with one a ninth
 PLAN_EVERY = 4  # steps that a plan lasts: to plan in each would take 1 % of the time
-COST_RATE = 0.1  # how far a step moves the cost factors: in 10 they follow the machine
+COST_RATE = 0.1  # how far a step moves the cost factors: 10 steps follow the machine
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
 MUCH_WIDER = 16  # a row that is wider than usual by more than this is attended alone
 WIDER = 4  # the price of attending to a row once more, in padded tokens
@@ -50,7 +50,7 @@ DEPTHS = 0, 1, 2, 3, 5, 7  # drafts of each request at which costs are measured;
 CONTEXT = 256  # costs are measured up to this length, to start soon
 
 def _send(x, device):
-    x = torch.from_numpy(x)  # elsewhere, the host does not wait for the copy
+    x = torch.from_numpy(x)  # to a GPU it is copied while the host goes on
     return x if device.type == "cpu" else x.to(device, non_blocking=True)
 
 def _check(ok, message, *values):
@@ -75,8 +75,8 @@ def _token_ids(name, ids, V):
 # ---- 1. Laws: from logits to probabilities, and from probabilities to a token.
 def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     """Logits (..., V) to the float32 probabilities that are drawn from: by temperature
-    (0: one token has all mass), top-k (0: off), top-p, in this order. What ties with the
-    last token kept is kept."""
+    (0: one token has all mass), top-k (0: off), top-p, in this order. Tokens that tie
+    with the last one kept stay."""
     _number("temperature", temperature, 0, 1e6)
     _number("top_k", top_k, 0, 2**62, int)
     _number("top_p", top_p, 1e-300, 1)
@@ -92,7 +92,7 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
         rest = (1 - top_p) * law.sum(-1, keepdim=True)
         edge = torch.searchsorted(rising.cumsum(-1), rest, right=True)
         law = law.where(law >= rising.gather(-1, edge.clamp(max=law.shape[-1] - 1)), 0.0)
-    return law / law.sum(-1, keepdim=True)  # (a float32 softmax of many is off by 5e-4)
+    return law / law.sum(-1, keepdim=True)  # (of many tokens, softmax is off by 5e-4)
 
 def _softmax(logits, temperature):
     logits = logits.float()
@@ -105,7 +105,7 @@ def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw per row of weights, which need not sum to one, (..., V) -> (...,)."""
     mass = weights.cumsum(-1, dtype=torch.float64)
     u = torch.empty_like(mass[..., :1]).uniform_(generator=generator)
-    # Never a token of weight 0: the point is below the end, `right` passes flat pieces.
+    # Never a token of weight 0: the point is below the end, `right` skips flat pieces.
     point = u * (mass[..., -1:] * (1 - 2**-52))
     token = torch.searchsorted(mass, point, right=True).squeeze(-1)
     return token.clamp(max=weights.shape[-1] - 1)
@@ -115,7 +115,7 @@ def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
            generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Accept each draft x with probability min(1, p(x) / q(x)) up to the first rejection,
-    then draw the next token from norm(max(0, p - q)), or from p if none was rejected.
+    then draw the bonus token from norm(max(0, p - q)), or from p if none was rejected.
 
     p: (R + sum(num_verified), V), for each request the target's laws of its verified
     drafts and of the token behind them. q: (R, D, V), to the bit the laws that drafts
@@ -134,7 +134,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     # LOSSLESS: u < p/q, without a division: p(x) = 0 is rejected even at u = 0.
     accept = (u * q_x < p_x) & (position < num_verified[:, None])
     accepted = accept.cumprod(1).sum(1)  # (R,) drafts before the first rejection
-    # subtle: the next token is from row `accepted`, be its draft rejected or not.
+    # subtle: the next token is from row `accepted`, with a rejected draft or with none.
     p_next = p[first + accepted]  # (R, V)
     q_next = q[torch.arange(R, device=p.device), accepted.clamp(max=D - 1)]
     rejected = (accepted < num_verified)[:, None]
@@ -148,8 +148,8 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
 def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-odds of the likeliest token, (..., V) -> (...,), in +-MAX_LOG_ODDS.
 
-    LOSSLESS: it reads the law, not the token drawn from it. The law is that before top-k
-    and top-p, which often leave one token; so does temperature 0: 1 is used instead."""
+    LOSSLESS: it reads the law, not the token drawn from it. It is the law before top-k
+    and top-p, which often leave one token. Temperature 0 would, too: 1 is used."""
     _number("temperature", temperature, 0, 1e6)
     law = _softmax(logits, temperature)
     return (law.amax(-1) / law.sum(-1)).logit().clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
@@ -158,7 +158,7 @@ class AcceptanceEstimator:
     """confidence_i = sigmoid(slope * feature_i + intercept_i), i a draft's position.
 
     Fitted online, to one pair and sampling setting. ridge keeps it solvable without
-    labels; with `damping` labels a coefficient moves half as far (vLLM's numbers)."""
+    labels; with `damping` labels a coefficient moves half as far (defaults: vLLM's)."""
 
     def __init__(self, num_speculative_tokens, *, refit_every=100, ridge=1e-3,
                  damping=50.0, slope=0.5, intercept=-0.2):
@@ -206,20 +206,20 @@ class AcceptanceEstimator:
 
         A draft has one position, so the Hessian (K+1, K+1) is an arrowhead, dense in its
         first row and column only, and six sums per position hold all of a round."""
-        cff, cf, c, ef, e, labels = self.sums
-        hessian = np.diag(np.append(cff.sum(), c) + self.ridge)
-        hessian[0, 1:] = hessian[1:, 0] = cf
+        hff, hf, h, ef, e, labels = self.sums
+        hessian = np.diag(np.append(hff.sum(), h) + self.ridge)
+        hessian[0, 1:] = hessian[1:, 0] = hf
         gradient, labels = np.append(ef.sum(), e), np.append(labels.sum(), labels)
-        damp = labels / np.maximum(labels + self.damping, 1e-9)  # no labels: no step
-        step = -np.linalg.lstsq(hessian, gradient, rcond=None)[0] * damp
+        damp = labels / np.maximum(labels + self.damping, 1e-9)  # no labels: no move
+        move = -np.linalg.lstsq(hessian, gradient, rcond=None)[0] * damp
         # A negative slope would rank lower what the drafter is surer of: it is kept at
         # or above zero, and the intercepts are then solved for that slope.
-        if step[0] < -self.slope:
-            rest = (cf * self.slope - e) / hessian.diagonal()[1:]
-            step = np.append(-self.slope, rest * damp[1:])
-        step *= min(1.0, MAX_FIT_STEP / max(np.abs(step).max(), 1e-9))
-        self.slope += float(step[0])
-        self.intercepts = self.intercepts + step[1:]
+        if move[0] < -self.slope:
+            rest = (hf * self.slope - e) / hessian.diagonal()[1:]
+            move = np.append(-self.slope, rest * damp[1:])
+        move *= min(1.0, MAX_FIT_STEP / max(np.abs(move).max(), 1e-9))
+        self.slope += float(move[0])
+        self.intercepts = self.intercepts + move[1:]
         self.sums[:] = 0
 
 
@@ -229,11 +229,11 @@ class CostTable:
 
     draft: {depth: ms}, to draft so many tokens for each request. verify: {tokens: ms},
     the rest of a step in which the target reads so many. A larger size that was faster
-    lowers the smaller ones, too. Beyond the last point: in proportion."""
+    lowers the smaller ones, too. Beyond the last point, ms grow in proportion."""
 
     def __init__(self, draft, verify):
         self.curves = []
-        self.factors = np.ones(2)  # how much slower drafting, and the rest, are lately
+        self.factors = np.ones(2)  # lately over measured ms: of drafting, of the rest
         for name, points in ("draft", draft), ("verify", verify):
             _check(isinstance(points, dict) and points, f"{name} must be a dict: {points}")
             for size, ms in points.items():
@@ -254,15 +254,16 @@ class CostTable:
         """Move the factors a little towards a step's times; returns the ms expected."""
         expected = self.draft_ms(depth), self.verify_ms(tokens)
         for i, ms in enumerate((draft_ms, verify_ms)):
-            if expected[i]:  # a hiccup counts little
-                self.factors[i] *= min(max(ms / expected[i], 0.5), 2.0)**COST_RATE
+            if expected[i]:
+                ratio = min(max(ms / expected[i], 0.5), 2.0)  # a hiccup counts little
+                self.factors[i] *= ratio**COST_RATE
         return sum(expected)
 
 def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]:
     """(depth, budget), how far to draft and how much to verify, for most tokens per ms:
     argmax of (R + sum of best survivals) / (draft_ms(depth) + verify_ms(R + budget)).
 
-    survival: (R, K), negative where no draft can be used. LOSSLESS: forecast by
+    survival: (R, K), negative where none can be drafted. LOSSLESS: forecast by
     *earlier* steps, because this step's depend on the very drafts that are chosen.
     The published rule drafts K; with `all_depths` the depth is chosen too."""
     R, K = survival.shape
@@ -270,7 +271,7 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
     best, position = survival.flat[order], order % K
     deepest = int((survival >= 0).any(0).sum())  # that any request can use
     depths = np.arange(0 if all_depths else deepest, deepest + 1)
-    # Each row goes through the drafts, best first, and takes those within its depth.
+    # For each depth a row goes through the drafts, best first, and takes those in it.
     taken = np.pad((position < depths[:, None]) & (best >= 0), ((0, 0), (1, 0)))
     budgets = taken.cumsum(1)  # (depths, R * K + 1)
     tokens = R + (taken * np.append(0.0, best)).cumsum(1)
@@ -291,7 +292,7 @@ def trim(survival: np.ndarray, budget: int) -> np.ndarray:
     return np.bincount(best % len(survival), minlength=len(survival))
 
 
-# ---- 5. The loop. Plain decoding (K = 0) and fixed K are other plans of the same step.
+# ---- 5. The loop. Plain decoding (K = 0) and fixed K are special cases of the step.
 #    It knows models by these verbs. slots (r,) ascending, lengths and num_verified (r,)
 #    are host arrays; tokens (B, max_length) hold texts, then drafts.
 #
@@ -303,8 +304,8 @@ def trim(survival: np.ndarray, budget: int) -> np.ndarray:
 #        For each position < depth: logits behind `lengths` tokens, drafts included.
 #        LOSSLESS: it may look at the text, and at the drafts of its own slot.
 #    drafter.see(slots, hidden (r, H)): optional, after a step: the state that gave each
-#        bonus token. A new request drafts nothing in its first step: none was seen.
-#    both.commit(slots, lengths): before a step; what is beyond is void. 0: a new text.
+#        bonus token. A new request has none: it drafts nothing in its first step.
+#    both.commit(slots, lengths): before a step; what is behind is void. 0: a new text.
 @dataclass
 class Step:
     """What a step did to its R requests: host arrays, void where there was no draft."""
@@ -316,26 +317,27 @@ class Step:
     accepted: np.ndarray  # (R,)
     features: np.ndarray  # (R, D) logit(q_max)
     survival: np.ndarray  # (R, D) as estimated, -1 where nothing was drafted
-    ms: float = np.nan  # what the step took
-    draft_ms: float = np.nan  # of it, drafting
-    expected_ms: float = np.nan  # by the cost table, which knows no prompts
+    ms: float = np.nan  # what the step took, up to learning
+    draft_ms: float = np.nan  # of it, to draft and to score
+    expected_ms: float = np.nan  # by the cost table; none if a prompt was read
 
 class Decoder:
     """Requests in slots, and one step of them all.
 
     plan: "fixed" verifies all K drafts, "verification" (the published rule) trims them,
     "adaptive" also chooses how far to draft; both need a `cost`. max_length: tokens of a
-    request. law: temperature, top_k, top_p."""
+    request. sampling: temperature, top_k, top_p."""
 
     def __init__(self, target, drafter, *, max_batch_size, max_length, plan="adaptive",
                  num_speculative_tokens=7, estimator=None, cost=None, eos_token_ids=(),
-                 seed=None, **law):
+                 seed=None, **sampling):
         K = _number("num_speculative_tokens", num_speculative_tokens, 0, 1000, int)
         B = _number("max_batch_size", max_batch_size, 1, 2**31, int)
         V, self.device = target.vocab_size, target.device
         _check(plan in ("fixed", "verification", "adaptive"), f"unknown plan {plan!r}")
-        warp(torch.zeros(1, device=self.device), **law)  # refuses bad settings
-        self.plan, self.K, self.law, self.cost = plan if K else "fixed", K, law, cost
+        warp(torch.zeros(1, device=self.device), **sampling)  # refuses bad settings
+        self.plan, self.K = plan if K else "fixed", K
+        self.sampling, self.cost = sampling, cost
         if estimator is None and self.plan != "fixed":
             estimator = AcceptanceEstimator(K)
         of = getattr(estimator, "num_speculative_tokens", repr(estimator))
@@ -352,7 +354,7 @@ class Decoder:
         self.q, self.draft_logits = torch.zeros(2, *room, device=self.device).float()
         self.request, self.lengths, self.ends = np.full((3, B), -1)  # by slot; -1: free
         self.fresh = np.zeros(B, bool)  # slots whose prompt has not been read
-        # Forecasts of the confidences of a step: of any request, and of each slot.
+        # Forecasts of the confidences of a step: of a new request, and of each slot.
         self.usual = estimator.predict(np.full(K, FIRST_FEATURE)) if estimator else np.ones(K)
         self.expected = np.tile(self.usual, (B, 1))
         self.planned = None  # or depth, budget
@@ -389,15 +391,15 @@ class Decoder:
         drafting = time.perf_counter()
         drafts, q, draft_logits, depths = self.draft(slots, depths)  # (R, D, V)
         # 2. score
-        features = logit_q_max(draft_logits, self.law.get("temperature", 1.0))
+        features = logit_q_max(draft_logits, self.sampling.get("temperature", 1.0))
         features, host_drafts = features.cpu().numpy(), drafts.cpu().numpy()  # (R, D)
         survival = self.survival(features, host_drafts, depths)  # (R, D)
         drafted = time.perf_counter()
-        # 3. trim. (What was not drafted ranks last: the cap changes no choice.)
+        # 3. trim. (What was not drafted ranks last, so `min` changes no choice.)
         num_verified = trim(survival, min(budget, int(depths.sum())))  # (R,)
         # 4. verify. What was trimmed is not among the tokens that the target reads.
         logits = self.target.logits(self.tokens, lengths, slots, num_verified)
-        p = warp(logits, **self.law)  # (R + sum(num_verified), V)
+        p = warp(logits, **self.sampling)  # (R + sum(num_verified), V)
         # 5. accept
         accepted, next_tokens = verify(p, q, drafts, send(num_verified), self.generator)
         finite = logits.amax(-1).isfinite().all().expand(len(slots))
@@ -409,9 +411,9 @@ class Decoder:
         if self.sees:
             first = (num_verified + 1).cumsum() - num_verified - 1  # (R,) row of each
             self.drafter.see(slots, self.target.hidden[send(first + accepted)])
-        # What could fail is behind us: a step counts as a whole or not at all.
-        done = self.accept(slots, host_drafts, features, survival, num_verified, accepted,
-                           host_next)
+        # From here on nothing can fail: a step counts as a whole or not at all.
+        done = self.write(slots, host_drafts, features, survival, num_verified,
+                          accepted, host_next)
         # 6. learn
         done.draft_ms = 1e3 * (drafted - drafting)
         done.ms = 1e3 * (time.perf_counter() - began)
@@ -420,7 +422,8 @@ class Decoder:
 
     def choose(self, slots):
         """Drafts of each request (R,), and how many of them all to verify."""
-        most = np.minimum(self.K, self.ends[slots] - self.lengths[slots] - 1)
+        room = self.ends[slots] - self.lengths[slots] - 1  # which is the bonus token's
+        most = np.minimum(self.K, room)
         if self.sees:
             most[self.fresh[slots]] = 0  # there is no state to draft from
         if self.plan == "fixed" or not most.any():
@@ -446,9 +449,9 @@ class Decoder:
         while len(rows := np.flatnonzero(depths > i)):
             slot, ends = slots[rows], self.lengths[slots[rows]] + i
             logits = self.drafter.next_logits(self.tokens, ends, slot, i, D).float()
-            # What the drafter does not know gets q = 0; what only it knows is cut off.
+            # What it does not know gets q = 0; a negative pad cuts off what only it knows.
             logits = pad(logits, (0, V - logits.shape[1]), value=-torch.inf)
-            law = warp(logits, **self.law)
+            law = warp(logits, **self.sampling)
             x = sample(law, self.generator)
             row = slice(R) if len(rows) == R else _send(rows, self.device)
             # LOSSLESS: q is to the bit what x is drawn from.
@@ -477,8 +480,8 @@ class Decoder:
         c[ended.cumsum(1) > ended] = 0.0
         return np.where(drawn, c.cumprod(1), -1.0)
 
-    def accept(self, slots, drafts, features, survival, num_verified, accepted,
-               next_tokens):
+    def write(self, slots, drafts, features, survival, num_verified, accepted,
+              next_tokens):
         """Write down the tokens, and free the slots of requests that have all."""
         R, D = drafts.shape
         tokens = np.column_stack([drafts, next_tokens])  # (R, D + 1)
@@ -493,16 +496,16 @@ class Decoder:
         return done
 
     def learn(self, slots, done):
-        """Give the estimator labels, the next step forecasts, the costs times."""
+        """Labels to the estimator, forecasts to the next plan, times to the costs."""
         (R, D), drawn = done.drafts.shape, done.survival >= 0
         if self.estimator:
             self.estimator.observe(done.features, done.num_verified, done.accepted)
             c = self.estimator.predict(done.features)
             gap = np.where(drawn, c - self.usual[:D], 0.0).sum(0)
             self.usual[:D] += gap / (drawn.sum(0) + MEMORY)
-            expected = self.usual + np.zeros((R, 1))  # (R, K)
-            expected[:, :D][drawn] = c[drawn]
-            self.expected[slots] += R / (R + MEMORY) * (expected - self.expected[slots])
+            latest = self.usual + np.zeros((R, 1))  # (R, K)
+            latest[:, :D][drawn] = c[drawn]
+            self.expected[slots] += R / (R + MEMORY) * (latest - self.expected[slots])
         if self.cost and not self.fresh[slots].any():  # no prompt was read
             done.expected_ms = self.cost.learn(
                 D, R + done.num_verified.sum(), done.draft_ms, done.ms - done.draft_ms)
@@ -528,7 +531,7 @@ class Ragged:
 
     def __init__(self, slots, start, counts, device):
         if (span := slots[-1] + 1 - slots[0]) < 2 * len(slots):
-            # Idle slots come in with no tokens, because a slice needs no copy.
+            # Idle slots are taken in, without tokens, because a slice needs no copy.
             sizes = np.zeros((2, span), int)
             sizes[:, slots - slots[0]] = start, counts
             slots, (start, counts) = np.arange(slots[0], slots[-1] + 1), sizes
@@ -543,8 +546,9 @@ class Ragged:
             low, high = cache[0], cache[-1] + 1
             cache = _send(cache, device) if high - low > len(rows) else slice(low, high)
             queries = np.minimum(first[rows, None] + column, len(row) - 1).ravel()
-            queries, seen = (_send(x, device) for x in (queries, start[rows, None] + column))
-            self.calls.append((cache, queries, seen, keys))
+            at = start[rows, None] + column
+            queries, at = _send(queries, device), _send(at, device)
+            self.calls.append((cache, queries, at, keys))
         self.even = len(self.calls) == 1 and size == len(row)
         self.longest = (start + counts).max()
         self.slots, self.positions, self.place = (_send(x, device) for x in (
@@ -552,22 +556,22 @@ class Ragged:
 
     def mask(self, number, heads, window, dtype):
         """(rows, 1, width * heads, keys) of a call, made once; None: all is seen."""
-        seen, keys = self.calls[number][2:]
-        if window is None and seen.numel() == 1:
+        at, keys = self.calls[number][2:]
+        if window is None and at.numel() == 1:
             return None
         if (number, window) not in self.masks:
-            key = torch.arange(keys, device=seen.device)
-            hidden = key > seen[..., None]  # (rows, width, keys): later tokens, or void
+            key = torch.arange(keys, device=at.device)
+            hidden = key > at[..., None]  # (rows, width, keys): later tokens, or void
             if window is not None:
-                hidden |= key <= seen[..., None] - window
+                hidden |= key <= at[..., None] - window
             mask = hidden.to(dtype) * torch.finfo(dtype).min
             self.masks[number, window] = mask.repeat_interleave(heads, 1)[:, None]
         return self.masks[number, window]
 
 def _attention_calls(widths, ends):
-    """[(rows, width, keys)]: all rows at the usual width and length, then again those a
-    bit wider, and alone each longer one and each prompt."""
-    def best(sizes, call):  # to pad to; a row that is larger costs `call` and its size
+    """[(rows, width, keys)]: all rows at the usual width and length; then, once more,
+    those that are a bit wider; and alone, each longer one and each prompt."""
+    def best(sizes, call):  # of least cost, as a larger row costs itself and `call`
         sizes = np.sort(sizes)[::-1]
         larger = (sizes + call).cumsum() - sizes - call
         return max(1, int(sizes[np.argmin(len(sizes) * sizes + larger)]))
@@ -580,11 +584,14 @@ def _attention_calls(widths, ends):
     return [(np.arange(len(ends)), width, keys)] + [
         (rows, int(widths[rows].max()), int(ends[rows].max())) for rows in again if len(rows)]
 
+HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits",
+            "is_causal"}  # of what models tell their attention
+
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None,
                      scaling=None, dropout=0.0, sliding_window=None, **kwargs):
-    """Attention of packed queries (1, H, T, D) to cached keys (slots, H_kv, S, D), as
-    transformers' `AttentionInterface` calls it; returns ((1, T, H, D_v), None)."""
-    odd = {k for k, x in kwargs.items() if x is not None} - _HARMLESS
+    """Attention of packed queries (1, H, T, E) to cached keys (slots, H_kv, S, E), as
+    transformers' `AttentionInterface` calls it; returns ((1, T, H, E_v), None)."""
+    odd = {k for k, x in kwargs.items() if x is not None} - HARMLESS
     kinds, window = (getattr(module.config, x, None) for x in ("layer_types", "sliding_window"))
     window = kinds[module.layer_idx] == "sliding_attention" if kinds else window
     if odd or (window and not sliding_window) or ragged is None or dropout or (
@@ -593,20 +600,18 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
                                   "or window of its own, dropout, or not causal")
     ragged.layers.add(module.layer_idx)
     query, G, outputs = query[0].transpose(0, 1), query.shape[1] // key.shape[1], []
-    for number, (rows, queries, seen, keys) in enumerate(ragged.calls):
-        (r, w), k, v = seen.shape, key[rows, :, :keys], value[rows, :, :keys]
+    for number, (rows, queries, at, keys) in enumerate(ragged.calls):
+        (r, w), k, v = at.shape, key[rows, :, :keys], value[rows, :, :keys]
         q = query if ragged.even else query[queries]
         # Heads that share a key head become queries of it, so that no key is repeated.
         q = q.reshape(r, w, -1, G, query.shape[2]).transpose(1, 2).flatten(2, 3)
         mask = ragged.mask(number, G, sliding_window, q.dtype)
-        out = sdpa(q, k, v, attn_mask=mask, scale=scaling)  # (r, H_kv, w * G, D_v)
+        out = sdpa(q, k, v, attn_mask=mask, scale=scaling)  # (r, H_kv, w * G, E_v)
         out = out.reshape(r, -1, w, G, v.shape[3]).transpose(1, 2)
         outputs.append(out.reshape(r * w, -1, v.shape[3]))
     out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return (out if ragged.even else out[ragged.place])[None], None
 
-_HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits",
-             "is_causal"}
 AttentionInterface.register("ragged", ragged_attention)
 
 
@@ -629,7 +634,7 @@ class SlotLM:
         self.head = self.model.get_output_embeddings()
         self.head.register_forward_pre_hook(lambda head, x: setattr(head, "seen", x[0][0]))
         self.shape, self.kv = (num_slots, max_length), {}  # keys, values by layer
-        self.cached = np.zeros(num_slots, int)  # tokens of each slot
+        self.cached = np.zeros(num_slots, int)  # of a text of n tokens, n - 1 at most
 
     @torch.inference_mode()
     def commit(self, slots, lengths):
@@ -660,7 +665,7 @@ class SlotLM:
 
     @torch.inference_mode()
     def logits(self, tokens, lengths, slots, num_verified):
-        """Reads what the cache lacks: a prompt, the last token, an accepted draft."""
+        """Read what the cache lacks: a prompt or the last token, and drafts."""
         while len(long := slots[lengths - self.cached[slots] > PIECE]):
             self._forward(tokens, long[:1], np.array([PIECE]), np.array([0]))
         counts = lengths - self.cached[slots] + num_verified
@@ -670,7 +675,7 @@ class SlotLM:
     def _forward(self, tokens, slots, counts, keep):
         """Read the next counts (r,) tokens of each slot; logits of those to keep."""
         self.batch = batch = Ragged(slots, self.cached[slots], counts, self.device)
-        # subtle: ids that a drafter lacks become its highest: any q is lossless.
+        # subtle: an id that a drafter lacks becomes its highest id: any q is lossless.
         ids = tokens[batch.slots, batch.positions].clamp(max=self.readable - 1)
         some = _send(keep, self.device) if len(keep) < len(ids) else 0  # 0: all
         logits = self.model(input_ids=ids[None], position_ids=batch.positions[None],
@@ -680,10 +685,10 @@ class SlotLM:
         return logits.logits[0]
 
     def update(self, key, value, layer_idx, *args, **kwargs):
-        """Models call it: keep key, value (1, H_kv, T, D), return those of all slots."""
+        """For models: keep key, value (1, H_kv, T, E), return those of all slots."""
         kv = self.kv.get(layer_idx) or [
             x.new_zeros(self.shape[0], 0, *x.shape[1::2]) for x in (key, value)]
-        if (size := kv[0].shape[1]) < self.batch.longest:  # of (slots, S, H_kv, D)
+        if (size := kv[0].shape[1]) < self.batch.longest:  # of (slots, S, H_kv, E)
             # It grows with the texts: limits that no text reaches take no memory.
             more = min(max(2 * size, self.batch.longest, 64), self.shape[1]) - size
             kv = [pad(x, (0, 0, 0, 0, 0, more)) for x in kv]
@@ -693,15 +698,16 @@ class SlotLM:
         return [cache.transpose(1, 2) for cache in kv]
 
     def get_seq_length(self, layer_idx=None):
-        if layer_idx is not None:  # what a layer derives from it is wrong in a pack
+        if layer_idx is not None:  # a layer's own positions would be wrong here
             raise TypeError("its layers count tokens")
         return 0
 
 class HeadDrafter:
-    """A head on the target's state (EAGLE, MTP), for one decoder at a time.
+    """A head on the target's hidden state (EAGLE, MTP), for one decoder at a time.
 
-    head.start(hidden (r, H)) -> state (r, ...), what to draft from;
+    head.start(hidden (r, H)) -> state (r, ...), of which drafting starts;
     head.step(state, tokens (r,), position, depth) -> the next state, and logits (r, V).
+    tokens: the newest, at position 0 the bonus token.
     A block drafter makes all drafts at once, and its state is their logits:
 
         def step(self, state, tokens, position, depth):
@@ -715,7 +721,7 @@ class HeadDrafter:
         self.seen = slots, self.head.start(hidden)
 
     def commit(self, slots, lengths):
-        self.kept = self.seen  # from draft to draft
+        self.kept = self.seen  # a state that each draft replaces
 
     def next_logits(self, tokens, lengths, slots, position, depth):
         known, state = self.kept
@@ -728,10 +734,10 @@ class HeadDrafter:
 
 # ---- 8. Measure, and generate.
 def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
-    """Time steps of an idle decoder in which all draft and verify each of DEPTHS, or K.
+    """Time steps of an idle decoder in which all draft and verify each of DEPTHS and K.
 
     Attention reads up to the longest context, so they are spread as in a real batch,
-    from the shortest prompt to CONTEXT. Of `repeats` the median counts: it wanders least."""
+    from the shortest prompt to CONTEXT. The median of `repeats` counts: it varies least."""
     B, K = len(decoder.tokens), len(decoder.q)
     high = min(decoder.tokens.shape[1] - K - 1, CONTEXT)  # K drafts and a bonus follow
     contexts = np.linspace(min([high, *map(len, prompts)]), high, B).astype(int)
@@ -746,7 +752,7 @@ def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
         prompt = np.asarray(prompts[i % len(prompts)]).tolist()
         probe.add(i, (prompt[:n] * int(n))[:n], 1)
     shapes = [(B, d) for d in range(K + 1) if d in (*DEPTHS, K)]
-    shapes += [(n, 0) for n in {1, B // 4, B // 2} - {0, B}]  # as requests run out
+    shapes += [(n, 0) for n in {1, B // 4, B // 2} - {0, B}]  # as when requests run out
     times = np.zeros((repeats + 1, len(shapes), 2))
     for index in np.ndindex(times.shape[:2]):
         n, depth = shapes[index[1]]
@@ -756,7 +762,7 @@ def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
         probe.request[slots] = slots
         done = probe.step()
         times[index] = done.draft_ms, done.ms - done.draft_ms
-    drafting, rest = np.median(times[1:], 0).T  # the first round warms up
+    drafting, rest = np.median(times[1:], 0).T  # the first repeat warms up
     return CostTable({d: ms for (_, d), ms in zip(shapes, drafting) if d},
                      {n * (1 + d): ms for (n, d), ms in zip(shapes, rest)})
 
@@ -771,14 +777,14 @@ class Result:
 
 def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_tokens=7,
              plan="adaptive", max_batch_size=64, eos_token_id=None, seed=None, cost=None,
-             estimator=None, on_step=None, **law) -> Result:
+             estimator=None, on_step=None, **sampling) -> Result:
     """Text of the target, sped up by the drafter: each token has the target's law.
 
     target, drafter: decoder-only transformers models on one device; a drafter may have
     the verbs of section 5 instead. prompts: lists of ids. max_new_tokens: one number, or
     one per prompt. num_speculative_tokens: K; 0 is plain decoding. max_batch_size: how
     many run at once. eos_token_id: none, one or several. cost, estimator: to go on with.
-    on_step: gets each `Step`, may return a list of running requests to end. law:
+    on_step: gets each `Step`, may return a list of running requests to end. sampling:
     temperature, top_k, top_p of both; generation configs are not read. A seed gives the
     same tokens with "fixed"; other plans follow the clock, and give the same law. Raises
     ValueError (input), NotImplementedError (models), FloatingPointError (logits)."""
@@ -792,8 +798,8 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     longest = max([len(prompt) + n for prompt, n in requests] or [1])
     decoder = Decoder(
         SlotLM(target, B, longest), drafter if own else SlotLM(drafter, B, longest),
-        max_batch_size=B, max_length=longest, plan=plan, cost=cost, estimator=estimator,
-        num_speculative_tokens=num_speculative_tokens, seed=seed, eos_token_ids=eos, **law)
+        num_speculative_tokens=num_speculative_tokens, max_batch_size=B, max_length=longest,
+        plan=plan, cost=cost, estimator=estimator, eos_token_ids=eos, seed=seed, **sampling)
     if cost is None and decoder.plan != "fixed" and any(n > 1 for _, n in requests):
         decoder.cost = measure_costs(decoder, [prompt for prompt, _ in requests])
     waiting = iter([(i, prompt, n) for i, (prompt, n) in enumerate(requests) if n])
@@ -810,14 +816,14 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     return Result(tokens, steps, length, decoder.estimator, decoder.cost)
 
 
-# ---- 9. Refusals, by name and value, before any work. (Some only a first pass tells.)
+# ---- 9. Refusals, by name and value, before any work. (Some need a pass: `try_out`.)
 def _vocabulary(model):
     """Tokens that it gives logits of, and tokens that it reads."""
     ends = model.get_output_embeddings(), model.get_input_embeddings()
     return [len(end.weight) for end in ends]
 
 def _check_requests(models, prompts, max_new_tokens):
-    """[(prompt, new tokens)] that fit models, by name, which can run together."""
+    """[(prompt, new tokens)], checked against models {name: model} and each other."""
     for name, model in models.items():
         _check_model(name, model)
         device = models["target"].device

@@ -905,7 +905,7 @@ def truth(run: Run) -> Callable:
         shadow.commit(slots, np.where(decoder.fresh[slots], 0, lengths))
         logits = shadow.logits(decoder.tokens, lengths, slots, depths)
         rows = ((depths + 1).cumsum() - depths - 1)[:, None] + np.arange(D)
-        p = av.warp(logits, **decoder.law)[rows.clip(max=len(logits) - 1)]
+        p = av.warp(logits, **decoder.sampling)[rows.clip(max=len(logits) - 1)]
         chance = torch.minimum(p, decoder.q[:D, :R].transpose(0, 1)).sum(-1)
         return chance.clamp(max=1).logit().clamp(-10, 10).cpu().numpy()
     return look
@@ -927,7 +927,7 @@ def collect(run: Run) -> tuple[dict, dict, list[av.Step]]:
     now, parts, steps, load, ceiling = {}, [], [], max(run.loads), truth(run)
 
     def look(decoder, features, drafts, depths):
-        (R, D), temperature = drafts.shape, decoder.law["temperature"] or 1
+        (R, D), temperature = drafts.shape, decoder.sampling["temperature"] or 1
         q = (decoder.draft_logits[:D, :R].transpose(0, 1) / temperature).softmax(-1)
         drawn = q.gather(2, drafts[..., None])[..., 0]
         now.update({
