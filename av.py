@@ -183,8 +183,8 @@ class AcceptanceEstimator:
         not verified has none, which is not the label "rejected"."""
         (R, D), counts = np.shape(features), np.array([num_verified, accepted])
         _check(D <= self.num_speculative_tokens and counts.shape == (2, R) and (
-            (0 <= counts) & (counts <= D)).all(),
-            "each of {} requests must have two counts in 0..{}, got {}", R, D, counts)
+            (counts[0] <= D) & (counts[1] <= counts[0]) & (counts[1] >= 0)).all(),
+            "each of {} requests must have two counts in {}..0, got {}", R, D, counts)
         num_verified, accepted = counts[..., None]  # (R, 1)
         position = np.arange(D)
         labelled = (position < num_verified) & (position <= accepted)  # (R, D)
@@ -255,7 +255,7 @@ class CostTable:
         expected = self.draft_ms(depth), self.verify_ms(tokens)
         for i, ms in enumerate((draft_ms, verify_ms)):
             if expected[i]:
-                ratio = min(max(ms / expected[i], 0.5), 2.0)  # a hiccup counts little
+                ratio = min(2.0, max(0.5, ms / expected[i]))  # a hiccup counts little
                 self.factors[i] *= ratio**COST_RATE
         return sum(expected)
 
@@ -520,7 +520,7 @@ def refill(decoder: Decoder, requests):
 
 # ==== Part II: the machinery that makes it fast on unmodified transformers models.
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 # ---- 6. The ragged batch: all tokens travel as one row (1, T), so that linear layers
 #    see no padding; attention unpacks them.
@@ -620,27 +620,27 @@ class SlotLM:
     """A decoder-only transformers model and its KV cache over slots: target or drafter.
 
     A rejected draft stays in the cache, but `cached` no longer counts it: it is masked
-    until the next token at its position overwrites it."""
+    until the next token at its position overwrites it. The model's modules are copied,
+    so that the caller's stay as they are; hooks are called with the copies."""
 
     def __init__(self, model, num_slots: int, max_length: int):
         _check_model("model", model)
         self.device, (self.vocab_size, self.readable) = model.device, _vocabulary(model)
-        # Its modules are copied, and its tensors are not: the caller's stays as it is.
-        tensors = {id(x): x for module in model.modules() for kept in (
-            vars(module), module._parameters, module._buffers)
-            for x in kept.values() if isinstance(x, Tensor)}
-        self.model = copy.deepcopy(model, tensors)
+        # What the modules hold is shared, if it is no container, config or function.
+        shared = {id(x): x for module in model.modules() for held in (
+            vars(module), module._parameters, module._buffers) for x in held.values()
+            if not (callable(x) or isinstance(x, (dict, list, tuple, PreTrainedConfig)))}
+        self.model = copy.deepcopy(model, shared)
         self.model.set_attn_implementation("ragged")
         self.head = self.model.get_output_embeddings()
         self.head.register_forward_pre_hook(lambda head, x: setattr(head, "seen", x[0][0]))
         self.shape, self.kv = (num_slots, max_length), {}  # keys, values by layer
-        self.cached = np.zeros(num_slots, int)  # of a text of n tokens, n - 1 at most
+        self.cached, self.fits = np.zeros(num_slots, int), False  # n - 1 of n tokens
 
     @torch.inference_mode()
     def commit(self, slots, lengths):
-        if not self.kv:
+        if not self.fits:
             self.try_out()
-            self.cached[:] = 0
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
         if len(new := slots[lengths == 0]):  # void is masked, but 0 * nan is nan
             for cache in sum(self.kv.values(), []):
@@ -648,6 +648,7 @@ class SlotLM:
 
     def try_out(self):
         """Read two tokens, because only a pass shows whether a model fits."""
+        self.cached[:] = 0
         try:
             tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
             logits = self._forward(tokens, np.array([0]), np.array([2]), np.array([1]))
@@ -659,6 +660,7 @@ class SlotLM:
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
             name = type(self.model).__name__
             raise NotImplementedError(f"{name} as a ragged batch: {error}") from error
+        self.cached[:], self.fits = 0, True
 
     def next_logits(self, tokens, lengths, slots, position=0, depth=0):
         return self.logits(tokens, lengths, slots, np.zeros_like(slots))
@@ -809,7 +811,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
         steps, request_steps = steps + 1, request_steps + len(done.requests)
         for i, row, n in zip(done.requests, done.tokens, done.num_committed):
             tokens[i] += row[:n].tolist()
-        if on_step and isinstance(ended := on_step(done), (list, tuple, set, np.ndarray)):
+        if on_step and hasattr(ended := on_step(done), "__iter__"):
             decoder.request[np.isin(decoder.request, list(ended))] = -1
         refill(decoder, waiting)
     length = sum(map(len, tokens)) / max(request_steps, 1)
