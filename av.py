@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Adaptive verification for speculative decoding without a confidence head: one file.
 
-A cheap drafter proposes up to K tokens for each request, and the target checks them in
-one pass. In a large batch each check costs time, so only drafts that are worth it are
-checked. The confidence in a draft, read off the drafter's law, is the chance that it is
-accepted if all before it were. The product of the confidences up to it is its survival.
-Survivals and measured costs say how many to check: the draft budget.
+A drafter proposes up to K tokens for each request, and the target checks them in one
+pass. In a large batch each check costs time, so only drafts that are worth it are
+checked. A draft's confidence is the chance that it is accepted if all before it were,
+its survival is the product of the confidences up to it. Survivals and measured costs
+say how many drafts to check: the draft budget.
 
 What keeps it LOSSLESS: rejection sampling is exact if a draft, *given that it is
 verified*, is still drawn from q. So whether draft x_2 is verified may depend on anything
@@ -17,8 +17,7 @@ that x_2 does not influence, and on nothing that it does:
     may not                  x_2, nor q_3 and x_3, which x_2 influences
 
 Exact: "verify x_2 if the largest probability of q_2 is high", as x_2 is not drawn yet.
-Biased: "verify x_2 if q_2(x_2) is high". An unlikely x_2 would be replaced by a draw of
-the target, and the text would hold too many of the likely ones.
+Biased: "verify x_2 if q_2(x_2) is high", as it makes likely tokens too frequent.
 
 p is the law of the target, q of the drafter. V: tokens of the vocabulary; R: requests
 of a step, in some of B slots; D <= K: drafts of each; T: tokens of a pass. Laws stay on
@@ -40,12 +39,11 @@ MAX_FIT_STEP = 3.0  # of a coefficient: two refits reach a new workload; 5 overs
 FIRST_FEATURE = 2.0  # is assumed until a draft is seen: a q_max of .88
 EXPLORERS = 16  # requests that draft all of K once a round: enough labels, little time
 MEMORY = 8  # with 8 requests a step renews half of the forecast, with one a ninth
-PLAN_EVERY = 4  # steps that a plan lasts: to plan in each would take 1 % of the time
+PLAN_EVERY = 4  # steps that a plan lasts, as planning takes time
 COST_RATE = 0.1  # how far a step moves the cost factors: 10 steps follow the machine
 PIECE = 512  # tokens of a prompt per pass: masks stay small however long it is
-MUCH_WIDER = 16  # a row that is wider than usual by more than this is attended alone
-WIDER = 4  # the price of attending to a row once more, in padded tokens
-CALL = 1000  # the price of one more attention call, in cached tokens
+CALL_WIDTH = 100  # the price of one more attention call, in padded tokens
+CALL_LENGTH = 1000  # the same, in cached tokens
 DEPTHS = 0, 1, 2, 3, 5, 7  # drafts of each request at which costs are measured; and K
 CONTEXT = 256  # costs are measured up to this length, to start soon
 
@@ -70,13 +68,11 @@ def _token_ids(name, ids, V):
     _check(isinstance(ids, (list, tuple)), "{} must be a list of ids, got {!r}", name, ids)
     return [_number(f"a token of {name}", token, 0, V - 1, int) for token in ids]
 
-
 # ==== Part I: the idea. All down to Part II needs torch and numpy only, and copies out.
 # ---- 1. Laws: from logits to probabilities, and from probabilities to a token.
 def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
-    """Logits (..., V) to the float32 probabilities that are drawn from: by temperature
-    (0: one token has all mass), top-k (0: off), top-p, in this order. Tokens that tie
-    with the last one kept stay."""
+    """Logits (..., V) to the float32 law that is drawn from: by temperature (0: one token
+    has all mass), top-k (0: off), top-p. What ties with the last token kept stays."""
     _number("temperature", temperature, 0, 1e6)
     _number("top_k", top_k, 0, 2**62, int)
     _number("top_p", top_p, 1e-300, 1)
@@ -86,13 +82,13 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
     law = _softmax(logits, temperature)
     if 0 < top_k < law.shape[-1]:
         law = law.where(law >= law.topk(top_k).values[..., -1:], 0.0)
-    if top_p < 1:  # the least probable go, as long as they hold 1 - top_p at most
-        host = law.device.type == "cpu"  # where numpy sorts several times faster
+    if top_p < 1:  # the least probable go, while they hold 1 - top_p at most
+        host = law.device.type == "cpu"  # where numpy sorts faster
         rising = torch.from_numpy(np.sort(law.detach())) if host else law.sort().values
         rest = (1 - top_p) * law.sum(-1, keepdim=True)
         edge = torch.searchsorted(rising.cumsum(-1), rest, right=True)
         law = law.where(law >= rising.gather(-1, edge.clamp(max=law.shape[-1] - 1)), 0.0)
-    return law / law.sum(-1, keepdim=True)  # (of many tokens, softmax is off by 5e-4)
+    return law / law.sum(-1, keepdim=True)  # softmax alone is off by up to 5e-4
 
 def _softmax(logits, temperature):
     logits = logits.float()
@@ -105,11 +101,10 @@ def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw per row of weights, which need not sum to one, (..., V) -> (...,)."""
     mass = weights.cumsum(-1, dtype=torch.float64)
     u = torch.empty_like(mass[..., :1]).uniform_(generator=generator)
-    # Never a token of weight 0: the point is below the end, `right` skips flat pieces.
+    # Never a token of weight 0: the point is below the end, and `right` skips ties.
     point = u * (mass[..., -1:] * (1 - 2**-52))
     token = torch.searchsorted(mass, point, right=True).squeeze(-1)
     return token.clamp(max=weights.shape[-1] - 1)
-
 
 # ---- 2. The lossless rule (Leviathan et al. 2023, algorithm 1; rejection_sampler.py).
 def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
@@ -118,8 +113,8 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     then draw the bonus token from norm(max(0, p - q)), or from p if none was rejected.
 
     p: (R + sum(num_verified), V), for each request the target's laws of its verified
-    drafts and of the token behind them. q: (R, D, V), to the bit the laws that drafts
-    (R, D) were drawn from. num_verified: (R,) in 0..D. Returns accepted, next_tokens."""
+    drafts and of the token behind them. q: (R, D, V), to the bit what drafts (R, D) were
+    drawn from. num_verified: (R,) in 0..D. Returns (R,) accepted and (R,) next tokens."""
     R, D = drafts.shape
     shapes = tuple(p.shape), tuple(q.shape), tuple(num_verified.shape)
     _check(shapes[1:] == ((R, D, p.shape[1]), (R,)) and len(p) >= R,
@@ -127,14 +122,14 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     if D == 0:
         return num_verified, sample(p[:R], generator)
     position = torch.arange(D, device=p.device)
-    first = (num_verified + 1).cumsum(0) - num_verified - 1  # (R,) rows of first drafts
+    first = (num_verified + 1).cumsum(0) - num_verified - 1  # (R,) first row of each
     p_x = p[(first[:, None] + position).clamp(max=len(p) - 1), drafts]  # (R, D)
     q_x = q.gather(2, drafts[..., None]).squeeze(2)  # (R, D)
     u = torch.rand(R, D, dtype=torch.float64, device=p.device, generator=generator)
     # LOSSLESS: u < p/q, without a division: p(x) = 0 is rejected even at u = 0.
     accept = (u * q_x < p_x) & (position < num_verified[:, None])
     accepted = accept.cumprod(1).sum(1)  # (R,) drafts before the first rejection
-    # subtle: the next token is from row `accepted`, with a rejected draft or with none.
+    # subtle: row `accepted` gives the next token, whether a draft was rejected or not.
     p_next = p[first + accepted]  # (R, V)
     q_next = q[torch.arange(R, device=p.device), accepted.clamp(max=D - 1)]
     rejected = (accepted < num_verified)[:, None]
@@ -143,13 +138,12 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, num_verified: Tensor,
     residual = residual.where(residual.sum(-1, keepdim=True) > 0, p_next)
     return accepted, sample(residual, generator)
 
-
 # ---- 3. The acceptance estimator (vLLM: OnlineAcceptanceEstimator).
 def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-odds of the likeliest token, (..., V) -> (...,), in +-MAX_LOG_ODDS.
 
     LOSSLESS: it reads the law, not the token drawn from it. It is the law before top-k
-    and top-p, which often leave one token. Temperature 0 would, too: 1 is used."""
+    and top-p, which often leave one token; as temperature 0 would: there 1 is used."""
     _number("temperature", temperature, 0, 1e6)
     law = _softmax(logits, temperature)
     return (law.amax(-1) / law.sum(-1)).logit().clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
@@ -157,8 +151,8 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 class AcceptanceEstimator:
     """confidence_i = sigmoid(slope * feature_i + intercept_i), i a draft's position.
 
-    Fitted online, to one pair and sampling setting. ridge keeps it solvable without
-    labels; with `damping` labels a coefficient moves half as far (defaults: vLLM's)."""
+    Fitted online to one pair and sampling setting. ridge keeps it solvable without labels;
+    with `damping` labels a coefficient moves half as far. The defaults are vLLM's."""
 
     def __init__(self, num_speculative_tokens, *, refit_every=100, ridge=1e-3,
                  damping=50.0, slope=0.5, intercept=-0.2):
@@ -174,25 +168,24 @@ class AcceptanceEstimator:
         """Confidences of features (..., D) of the first D positions, (..., D)."""
         features = np.asarray(features)
         log_odds = self.slope * features + self.intercepts[:features.shape[-1]]
-        return 0.5 + 0.5 * np.tanh(0.5 * log_odds)  # a sigmoid that can't overflow
+        return 0.5 + 0.5 * np.tanh(0.5 * log_odds)  # the sigmoid
 
     def observe(self, features, num_verified, accepted):
-        """Add the labels of a step, (R, D <= K), (R,), (R,), and refit after a round.
+        """Add the labels of a step, (R, D), (R,), (R,), and refit after a round of steps.
 
-        A draft has a label if it was verified and all before it were accepted; what was
-        not verified has none, which is not the label "rejected"."""
+        A draft has a label if it was verified and all before it were accepted."""
         (R, D), counts = np.shape(features), np.array([num_verified, accepted])
-        _check(D <= self.num_speculative_tokens and counts.shape == (2, R) and (
-            (counts[0] <= D) & (counts[1] <= counts[0]) & (counts[1] >= 0)).all(),
-            "each of {} requests must have two counts in {}..0, got {}", R, D, counts)
+        bounds = np.vstack([np.full(R, D), counts, np.zeros(R)])
+        _check(D <= self.num_speculative_tokens and (np.diff(bounds, axis=0) <= 0).all(),
+               "of {} drafts 0 <= accepted <= num_verified must hold, got {}", D, counts)
         num_verified, accepted = counts[..., None]  # (R, 1)
         position = np.arange(D)
         labelled = (position < num_verified) & (position <= accepted)  # (R, D)
         f = np.where(labelled, features, 0.0)
         _check((np.abs(f) <= 1e6).all(), "features must be within 1e6, got {}", f)
         c = self.predict(f)
-        # subtle: a sure draft has no curvature, but a full error if it is rejected.
-        # Without a floor, one such surprise would move an intercept by hundreds.
+        # subtle: a sure draft that is rejected has a full error and no curvature. Without
+        # a floor, this one surprise would move an intercept by hundreds.
         curvature = labelled * np.maximum(c * (1 - c), MIN_CURVATURE)
         error = labelled * (c - (position < accepted))
         self.sums[:, :D] += np.array([curvature * f * f, curvature * f, curvature,
@@ -204,43 +197,41 @@ class AcceptanceEstimator:
     def refit(self):
         """One damped Newton step on the sums of the round, which then start from zero.
 
-        A draft has one position, so the Hessian (K+1, K+1) is an arrowhead, dense in its
-        first row and column only, and six sums per position hold all of a round."""
+        A draft has one position, so of the Hessian (K+1, K+1) only the first row, first
+        column and diagonal are not zero. Six sums per position hold all of a round."""
         hff, hf, h, ef, e, labels = self.sums
         hessian = np.diag(np.append(hff.sum(), h) + self.ridge)
         hessian[0, 1:] = hessian[1:, 0] = hf
         gradient, labels = np.append(ef.sum(), e), np.append(labels.sum(), labels)
         damp = labels / np.maximum(labels + self.damping, 1e-9)  # no labels: no move
         move = -np.linalg.lstsq(hessian, gradient, rcond=None)[0] * damp
-        # A negative slope would rank lower what the drafter is surer of: it is kept at
-        # or above zero, and the intercepts are then solved for that slope.
+        # A negative slope would rank a surer draft lower: it is kept at zero, and the
+        # intercepts are solved for that.
         if move[0] < -self.slope:
-            rest = (hf * self.slope - e) / hessian.diagonal()[1:]
-            move = np.append(-self.slope, rest * damp[1:])
+            move[0] = -self.slope
+            move[1:] = (hf * self.slope - e) / hessian.diagonal()[1:] * damp[1:]
         move *= min(1.0, MAX_FIT_STEP / max(np.abs(move).max(), 1e-9))
         self.slope += float(move[0])
         self.intercepts = self.intercepts + move[1:]
         self.sums[:] = 0
-
 
 # ---- 4. Costs, budget, trim (vLLM: build_cost_tables_from_curves).
 class CostTable:
     """Milliseconds of a step, by straight lines between the points that were measured.
 
     draft: {depth: ms}, to draft so many tokens for each request. verify: {tokens: ms},
-    the rest of a step in which the target reads so many. A larger size that was faster
-    lowers the smaller ones, too. Beyond the last point, ms grow in proportion."""
+    the rest of a step whose target reads so many. Beyond them ms grow in proportion."""
 
     def __init__(self, draft, verify):
         self.curves = []
-        self.factors = np.ones(2)  # lately over measured ms: of drafting, of the rest
+        self.factors = np.ones(2)  # of drafting, of the rest: latest over measured ms
         for name, points in ("draft", draft), ("verify", verify):
             _check(isinstance(points, dict) and points, f"{name} must be a dict: {points}")
             for size, ms in points.items():
                 _number(f"a size of {name}", size, 1, 2**39, int)
                 _number(f"{name}[{size}]", ms, 1e-300, 1e280)
             x, y = np.array(sorted(points.items()), float).T
-            y = np.minimum.accumulate(y[::-1])[::-1]
+            y = np.minimum.accumulate(y[::-1])[::-1]  # no size is dearer than a larger one
             end = 2.0**40
             self.curves.append((np.append(x, end), np.append(y, y[-1] / x[-1] * end)))
 
@@ -251,7 +242,7 @@ class CostTable:
         return self.factors[1] * np.interp(tokens, *self.curves[1])
 
     def learn(self, depth, tokens, draft_ms, verify_ms):
-        """Move the factors a little towards a step's times; returns the ms expected."""
+        """Move the factors towards a step's times. Returns the ms that were expected."""
         expected = self.draft_ms(depth), self.verify_ms(tokens)
         for i, ms in enumerate((draft_ms, verify_ms)):
             if expected[i]:
@@ -263,39 +254,37 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
     """(depth, budget), how far to draft and how much to verify, for most tokens per ms:
     argmax of (R + sum of best survivals) / (draft_ms(depth) + verify_ms(R + budget)).
 
-    survival: (R, K), negative where none can be drafted. LOSSLESS: forecast by
-    *earlier* steps, because this step's depend on the very drafts that are chosen.
-    The published rule drafts K; with `all_depths` the depth is chosen too."""
+    survival: (R, K), negative where none can be drafted. LOSSLESS: forecast by *earlier*
+    steps, because this step's depend on the drafts that are chosen. The published rule
+    drafts K; with `all_depths` the depth is chosen, too."""
     R, K = survival.shape
-    order = np.argsort(-survival, axis=None, kind="stable")  # drafts, best first
-    best, position = survival.flat[order], order % K
     deepest = int((survival >= 0).any(0).sum())  # that any request can use
-    depths = np.arange(0 if all_depths else deepest, deepest + 1)
-    # For each depth a row goes through the drafts, best first, and takes those in it.
-    taken = np.pad((position < depths[:, None]) & (best >= 0), ((0, 0), (1, 0)))
-    budgets = taken.cumsum(1)  # (depths, R * K + 1)
-    tokens = R + (taken * np.append(0.0, best)).cumsum(1)
-    verify_ms = cost.verify_ms(R + np.arange(R * K + 1))
-    rate = tokens / (cost.draft_ms(depths)[:, None] + verify_ms[budgets])
-    at = np.argmax(rate >= rate.max() * (1 - 1e-12))  # the smallest of equals
-    return int(depths[at // rate.shape[1]]), int(budgets.flat[at])
+    best = 0.0, 0, 0
+    for depth in range(0 if all_depths else deepest, deepest + 1):
+        drafts = survival[:, :depth]
+        drafts = np.sort(drafts[drafts >= 0])[::-1]
+        tokens = np.append(R, drafts).cumsum()  # by budget, from 0 on
+        ms = cost.draft_ms(depth) + cost.verify_ms(R + np.arange(len(tokens)))
+        budget = int((tokens / ms).argmax())
+        if tokens[budget] / ms[budget] > best[0]:
+            best = tokens[budget] / ms[budget], depth, budget
+    return best[1:]
 
 def trim(survival: np.ndarray, budget: int) -> np.ndarray:
     """Verified drafts of each request (R,): its share of the `budget` best of all.
-
     survival: (R, D), never rising along a request; -1 where nothing was drafted."""
     _number("budget", budget, 0, survival.size, int)
-    # LOSSLESS: a draft changes only the survivals behind it in its request, and those
-    # never rank above its own. So it has no say in whether it is verified. subtle: a
-    # stable sort breaks ties by position: the best drafts of a request are its first.
+    # LOSSLESS: a draft changes only the survivals behind it in its request, which never
+    # rank above its own, so it has no say in whether it is verified. subtle: a stable
+    # sort breaks ties by position, so the best drafts of a request are its first.
     best = np.argsort(-survival.T, axis=None, kind="stable")[:budget]
     return np.bincount(best % len(survival), minlength=len(survival))
-
 
 # ---- 5. The loop. Plain decoding (K = 0) and fixed K are special cases of the step.
 #    It knows models by these verbs. slots (r,) ascending, lengths and num_verified (r,)
 #    are host arrays; tokens (B, max_length) hold texts, then drafts.
 #
+#    both.commit(slots, lengths): before a step; what is behind is void. 0: a new text.
 #    target.vocab_size, target.device
 #    target.logits(tokens, lengths, slots, num_verified) -> (r + sum(num_verified), V)
 #        Once a step: logits behind each text, and behind each verified draft.
@@ -305,7 +294,6 @@ def trim(survival: np.ndarray, budget: int) -> np.ndarray:
 #        LOSSLESS: it may look at the text, and at the drafts of its own slot.
 #    drafter.see(slots, hidden (r, H)): optional, after a step: the state that gave each
 #        bonus token. A new request has none: it drafts nothing in its first step.
-#    both.commit(slots, lengths): before a step; what is behind is void. 0: a new text.
 @dataclass
 class Step:
     """What a step did to its R requests: host arrays, void where there was no draft."""
@@ -322,11 +310,10 @@ class Step:
     expected_ms: float = np.nan  # by the cost table; none if a prompt was read
 
 class Decoder:
-    """Requests in slots, and one step of them all.
+    """Requests in slots, and one step of them all. max_length: tokens of a request.
 
     plan: "fixed" verifies all K drafts, "verification" (the published rule) trims them,
-    "adaptive" also chooses how far to draft; both need a `cost`. max_length: tokens of a
-    request. sampling: temperature, top_k, top_p."""
+    "adaptive" also chooses how far to draft; both need a `cost`."""
 
     def __init__(self, target, drafter, *, max_batch_size, max_length, plan="adaptive",
                  num_speculative_tokens=7, estimator=None, cost=None, eos_token_ids=(),
@@ -340,8 +327,8 @@ class Decoder:
         self.sampling, self.cost = sampling, cost
         if estimator is None and self.plan != "fixed":
             estimator = AcceptanceEstimator(K)
-        of = getattr(estimator, "num_speculative_tokens", repr(estimator))
-        _check(estimator is None or of == K, f"estimator must be for K = {K}, is for {of}")
+        of = K if estimator is None else getattr(estimator, "num_speculative_tokens", estimator)
+        _check(of == K, f"estimator must be for K = {K}, is for {of!r}")
         _check(isinstance(cost, CostTable | None), f"cost must be a CostTable: {cost!r}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
         self.sees = hasattr(drafter, "see")
@@ -354,7 +341,7 @@ class Decoder:
         self.q, self.draft_logits = torch.zeros(2, *room, device=self.device).float()
         self.request, self.lengths, self.ends = np.full((3, B), -1)  # by slot; -1: free
         self.fresh = np.zeros(B, bool)  # slots whose prompt has not been read
-        # Forecasts of the confidences of a step: of a new request, and of each slot.
+        # Forecasts of confidences: of a new request, and of each slot.
         self.usual = estimator.predict(np.full(K, FIRST_FEATURE)) if estimator else np.ones(K)
         self.expected = np.tile(self.usual, (B, 1))
         self.planned = None  # or depth, budget
@@ -375,9 +362,8 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> Step | None:
-        """One step of all requests, or None without any.
-
-        FloatingPointError: logits not finite. After an error it can be called again."""
+        """One step of all requests, or None without any. Raises FloatingPointError if
+        logits are not finite. After an error it can be called again."""
         began, send = time.perf_counter(), lambda x: _send(x, self.device)
         slots = np.flatnonzero(self.request >= 0)  # (R,)
         if not len(slots):
@@ -467,9 +453,8 @@ class Decoder:
         return (tokens[..., None] == self.eos).any(-1)
 
     def survival(self, features, drafts, depths):
-        """(R, D), 0 behind an end token, -1 where nothing was drafted.
-
-        LOSSLESS: the survival of a draft depends on its law and on the drafts before it."""
+        """(R, D), 0 behind an end token, -1 where nothing was drafted. LOSSLESS: a draft's
+        survival depends on its law and on the drafts before it, not on itself."""
         if not drafts.size:
             return np.zeros(drafts.shape)
         drawn = np.arange(drafts.shape[1]) < depths[:, None]
@@ -503,7 +488,7 @@ class Decoder:
             c = self.estimator.predict(done.features)
             gap = np.where(drawn, c - self.usual[:D], 0.0).sum(0)
             self.usual[:D] += gap / (drawn.sum(0) + MEMORY)
-            latest = self.usual + np.zeros((R, 1))  # (R, K)
+            latest = np.tile(self.usual, (R, 1))  # (R, K)
             latest[:, :D][drawn] = c[drawn]
             self.expected[slots] += R / (R + MEMORY) * (latest - self.expected[slots])
         if self.cost and not self.fresh[slots].any():  # no prompt was read
@@ -517,45 +502,35 @@ def refill(decoder: Decoder, requests):
     for _, request in zip(np.flatnonzero(decoder.request < 0), requests):
         decoder.add(*request)
 
-
 # ==== Part II: the machinery that makes it fast on unmodified transformers models.
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 # ---- 6. The ragged batch: all tokens travel as one row (1, T), so that linear layers
 #    see no padding; attention unpacks them.
 class Ragged:
-    """Where the T tokens of a pass belong: counts[i] to slots[i], from start[i] on.
-
+    """Where the T tokens of a pass belong: counts (B,) to each slot, from start (B,) on.
     Attention pads, so there are `calls`: (cache rows, queries, positions, keys)."""
 
-    def __init__(self, slots, start, counts, device):
-        if (span := slots[-1] + 1 - slots[0]) < 2 * len(slots):
-            # Idle slots are taken in, without tokens, because a slice needs no copy.
-            sizes = np.zeros((2, span), int)
-            sizes[:, slots - slots[0]] = start, counts
-            slots, (start, counts) = np.arange(slots[0], slots[-1] + 1), sizes
-        row, first = np.arange(len(slots)).repeat(counts), counts.cumsum() - counts
-        offset, size, place = np.arange(len(row)) - first[row], 0, first.copy()
+    def __init__(self, start, counts, device):
+        slot, first = np.arange(len(counts)).repeat(counts), counts.cumsum() - counts
+        position, place, size = np.arange(len(slot)) - first[slot], first.copy(), 0
         self.calls, self.layers, self.masks = [], set(), {}
         for rows, width, keys in _attention_calls(counts, start + counts):
-            # Of a row that is in several calls, the last one counts.
-            place[rows] = size + np.arange(len(rows)) * width
+            place[rows] = size + np.arange(len(rows)) * width  # in several: the last counts
             size += len(rows) * width
-            cache, column = slots[rows], np.arange(width)
-            low, high = cache[0], cache[-1] + 1
-            cache = _send(cache, device) if high - low > len(rows) else slice(low, high)
-            queries = np.minimum(first[rows, None] + column, len(row) - 1).ravel()
-            at = start[rows, None] + column
-            queries, at = _send(queries, device), _send(at, device)
-            self.calls.append((cache, queries, at, keys))
-        self.even = len(self.calls) == 1 and size == len(row)
+            low, high, column = rows[0], rows[-1] + 1, np.arange(width)
+            cache = slice(low, high) if high - low == len(rows) else _send(rows, device)
+            queries = np.minimum(first[rows, None] + column, len(slot) - 1).ravel()
+            at = _send(start[rows, None] + column, device)
+            self.calls.append((cache, _send(queries, device), at, keys))
+        self.even = len(self.calls) == 1 and size == len(slot)
         self.longest = (start + counts).max()
         self.slots, self.positions, self.place = (_send(x, device) for x in (
-            slots[row], start[row] + offset, place[row] + offset))  # (T,) each
+            slot, start[slot] + position, place[slot] + position))  # (T,) each
 
-    def mask(self, number, heads, window, dtype):
-        """(rows, 1, width * heads, keys) of a call, made once; None: all is seen."""
+    def mask(self, number, window, dtype):
+        """(rows, 1, width, keys) of a call, made once; None: all is seen."""
         at, keys = self.calls[number][2:]
         if window is None and at.numel() == 1:
             return None
@@ -564,34 +539,33 @@ class Ragged:
             hidden = key > at[..., None]  # (rows, width, keys): later tokens, or void
             if window is not None:
                 hidden |= key <= at[..., None] - window
-            mask = hidden.to(dtype) * torch.finfo(dtype).min
-            self.masks[number, window] = mask.repeat_interleave(heads, 1)[:, None]
+            self.masks[number, window] = (hidden.to(dtype) * torch.finfo(dtype).min)[:, None]
         return self.masks[number, window]
 
 def _attention_calls(widths, ends):
-    """[(rows, width, keys)]: all rows at the usual width and length; then, once more,
-    those that are a bit wider; and alone, each longer one and each prompt."""
-    def best(sizes, call):  # of least cost, as a larger row costs itself and `call`
+    """[(rows, width, keys)]: all rows at the usual width and length, then alone each one
+    that is wider, as a prompt is, or longer."""
+    def usual(sizes, call):  # of least cost, as a larger row costs itself and `call`
+        if len(sizes) == 1:
+            return int(sizes[0])
         sizes = np.sort(sizes)[::-1]
         larger = (sizes + call).cumsum() - sizes - call
-        return max(1, int(sizes[np.argmin(len(sizes) * sizes + larger)]))
+        return int(sizes[np.argmin(len(sizes) * sizes + larger)])
 
-    if len(widths) == 1:
-        return [(np.array([0]), int(widths[0]), int(ends[0]))]
-    width, keys = best(widths, WIDER), best(ends, CALL)
-    alone = (ends > keys) | (widths > width + MUCH_WIDER)
-    again = [np.flatnonzero((widths > width) & ~alone), *np.flatnonzero(alone)[:, None]]
-    return [(np.arange(len(ends)), width, keys)] + [
-        (rows, int(widths[rows].max()), int(ends[rows].max())) for rows in again if len(rows)]
-
-HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits",
-            "is_causal"}  # of what models tell their attention
+    rows = np.flatnonzero(widths)
+    width, keys = usual(widths[rows], CALL_WIDTH), usual(ends[rows], CALL_LENGTH)
+    alone = np.flatnonzero((widths > width) | (ends > keys))
+    if (span := rows[-1] + 1 - rows[0]) < 2 * len(rows):
+        rows = rows[0] + np.arange(span)  # idle slots, too: a slice needs no copy
+    return [(rows, width, keys)] + [
+        (np.array([i]), int(widths[i]), int(ends[i])) for i in alone]
 
 def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=None,
                      scaling=None, dropout=0.0, sliding_window=None, **kwargs):
     """Attention of packed queries (1, H, T, E) to cached keys (slots, H_kv, S, E), as
     transformers' `AttentionInterface` calls it; returns ((1, T, H, E_v), None)."""
-    odd = {k for k, x in kwargs.items() if x is not None} - HARMLESS
+    odd = {k for k, x in kwargs.items() if x is not None} - {
+        "position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal"}
     kinds, window = (getattr(module.config, x, None) for x in ("layer_types", "sliding_window"))
     window = kinds[module.layer_idx] == "sliding_attention" if kinds else window
     if odd or (window and not sliding_window) or ragged is None or dropout or (
@@ -599,68 +573,46 @@ def ragged_attention(module, query, key, value, attention_mask=None, *, ragged=N
         raise NotImplementedError(f"{type(module).__name__}: attention with {odd}, a mask "
                                   "or window of its own, dropout, or not causal")
     ragged.layers.add(module.layer_idx)
-    query, G, outputs = query[0].transpose(0, 1), query.shape[1] // key.shape[1], []
+    query, outputs = query[0].transpose(0, 1), []  # (T, H, E)
     for number, (rows, queries, at, keys) in enumerate(ragged.calls):
-        (r, w), k, v = at.shape, key[rows, :, :keys], value[rows, :, :keys]
+        k, v = key[rows, :, :keys], value[rows, :, :keys]
         q = query if ragged.even else query[queries]
-        # Heads that share a key head become queries of it, so that no key is repeated.
-        q = q.reshape(r, w, -1, G, query.shape[2]).transpose(1, 2).flatten(2, 3)
-        mask = ragged.mask(number, G, sliding_window, q.dtype)
-        out = sdpa(q, k, v, attn_mask=mask, scale=scaling)  # (r, H_kv, w * G, E_v)
-        out = out.reshape(r, -1, w, G, v.shape[3]).transpose(1, 2)
-        outputs.append(out.reshape(r * w, -1, v.shape[3]))
+        q = q.reshape(*at.shape, *query.shape[1:]).transpose(1, 2)  # (rows, H, width, E)
+        mask = ragged.mask(number, sliding_window, q.dtype)
+        grouped = q.shape[1] > k.shape[1]
+        out = sdpa(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
     out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return (out if ragged.even else out[ragged.place])[None], None
 
 AttentionInterface.register("ragged", ragged_attention)
-
 
 # ---- 7. Models with these verbs: a causal LM as target or drafter, a head as drafter.
 class SlotLM:
     """A decoder-only transformers model and its KV cache over slots: target or drafter.
 
     A rejected draft stays in the cache, but `cached` no longer counts it: it is masked
-    until the next token at its position overwrites it. The model's modules are copied,
-    so that the caller's stay as they are; hooks are called with the copies."""
+    until the next token at its position overwrites it. The caller's model stays as it
+    is, because a copy of its modules runs, with the same weights."""
 
     def __init__(self, model, num_slots: int, max_length: int):
         _check_model("model", model)
         self.device, (self.vocab_size, self.readable) = model.device, _vocabulary(model)
-        # What the modules hold is shared, if it is no container, config or function.
-        shared = {id(x): x for module in model.modules() for held in (
-            vars(module), module._parameters, module._buffers) for x in held.values()
-            if not (callable(x) or isinstance(x, (dict, list, tuple, PreTrainedConfig)))}
+        shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
         self.model = copy.deepcopy(model, shared)
         self.model.set_attn_implementation("ragged")
         self.head = self.model.get_output_embeddings()
         self.head.register_forward_pre_hook(lambda head, x: setattr(head, "seen", x[0][0]))
+        self.layers = {*range(self.model.config.num_hidden_layers)}
         self.shape, self.kv = (num_slots, max_length), {}  # keys, values by layer
-        self.cached, self.fits = np.zeros(num_slots, int), False  # n - 1 of n tokens
+        self.cached, self.fits = np.zeros(num_slots, int), False  # until a pass shows it
 
     @torch.inference_mode()
     def commit(self, slots, lengths):
-        if not self.fits:
-            self.try_out()
         self.cached[slots] = np.minimum(self.cached[slots], np.maximum(lengths - 1, 0))
         if len(new := slots[lengths == 0]):  # void is masked, but 0 * nan is nan
             for cache in sum(self.kv.values(), []):
                 cache[_send(new, self.device)] = 0
-
-    def try_out(self):
-        """Read two tokens, because only a pass shows whether a model fits."""
-        self.cached[:] = 0
-        try:
-            tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-            logits = self._forward(tokens, np.array([0]), np.array([2]), np.array([1]))
-            layers = {*range(self.model.config.num_hidden_layers)}
-            if not self.batch.layers == self.kv.keys() == layers or len(logits) > 1:
-                raise TypeError("layers without attention, or all logits instead of some")
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-            name = type(self.model).__name__
-            raise NotImplementedError(f"{name} as a ragged batch: {error}") from error
-        self.cached[:], self.fits = 0, True
 
     def next_logits(self, tokens, lengths, slots, position=0, depth=0):
         return self.logits(tokens, lengths, slots, np.zeros_like(slots))
@@ -669,22 +621,33 @@ class SlotLM:
     def logits(self, tokens, lengths, slots, num_verified):
         """Read what the cache lacks: a prompt or the last token, and drafts."""
         while len(long := slots[lengths - self.cached[slots] > PIECE]):
-            self._forward(tokens, long[:1], np.array([PIECE]), np.array([0]))
+            self._forward(tokens, long[:1], PIECE, np.array([0]))
         counts = lengths - self.cached[slots] + num_verified
         at, from_last = np.arange(counts.sum()), counts.cumsum() - num_verified - 1
         return self._forward(tokens, slots, counts, at[at >= from_last.repeat(counts)])
 
     def _forward(self, tokens, slots, counts, keep):
-        """Read the next counts (r,) tokens of each slot; logits of those to keep."""
-        self.batch = batch = Ragged(slots, self.cached[slots], counts, self.device)
+        """Read the next counts (r,) tokens of slots (r,); logits of those to keep."""
+        start, widths = np.zeros((2, self.shape[0]), int)
+        start[slots], widths[slots] = self.cached[slots], counts
+        self.batch = batch = Ragged(start, widths, self.device)
         # subtle: an id that a drafter lacks becomes its highest id: any q is lossless.
         ids = tokens[batch.slots, batch.positions].clamp(max=self.readable - 1)
         some = _send(keep, self.device) if len(keep) < len(ids) else 0  # 0: all
-        logits = self.model(input_ids=ids[None], position_ids=batch.positions[None],
-                            cache=self, use_cache=True, ragged=batch, logits_to_keep=some)
-        self.hidden = self.head.seen
+        try:
+            logits = self.model(
+                input_ids=ids[None], position_ids=batch.positions[None], cache=self,
+                use_cache=True, ragged=batch, logits_to_keep=some).logits[0]
+            if not batch.layers == self.kv.keys() == self.layers or len(logits) > len(keep):
+                raise NotImplementedError("layers without attention, or logits of all tokens")
+        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+            if self.fits or isinstance(error, torch.OutOfMemoryError):
+                raise
+            name = type(self.model).__name__
+            raise NotImplementedError(f"{name} as a ragged batch: {error}") from error
+        self.hidden, self.fits = self.head.seen, True
         self.cached[slots] += counts
-        return logits.logits[0]
+        return logits
 
     def update(self, key, value, layer_idx, *args, **kwargs):
         """For models: keep key, value (1, H_kv, T, E), return those of all slots."""
@@ -708,8 +671,7 @@ class HeadDrafter:
     """A head on the target's hidden state (EAGLE, MTP), for one decoder at a time.
 
     head.start(hidden (r, H)) -> state (r, ...), of which drafting starts;
-    head.step(state, tokens (r,), position, depth) -> the next state, and logits (r, V).
-    tokens: the newest, at position 0 the bonus token.
+    head.step(state, newest tokens (r,), position, depth) -> next state, logits (r, V).
     A block drafter makes all drafts at once, and its state is their logits:
 
         def step(self, state, tokens, position, depth):
@@ -733,15 +695,14 @@ class HeadDrafter:
         self.kept = slots, state
         return logits
 
-
 # ---- 8. Measure, and generate.
 def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
     """Time steps of an idle decoder in which all draft and verify each of DEPTHS and K.
 
     Attention reads up to the longest context, so they are spread as in a real batch,
-    from the shortest prompt to CONTEXT. The median of `repeats` counts: it varies least."""
-    B, K = len(decoder.tokens), len(decoder.q)
-    high = min(decoder.tokens.shape[1] - K - 1, CONTEXT)  # K drafts and a bonus follow
+    from the shortest prompt to CONTEXT. The median of `repeats` counts."""
+    (B, room), K = decoder.tokens.shape, len(decoder.q)
+    high = min(room - K - 1, CONTEXT)  # K drafts and a bonus token follow
     contexts = np.linspace(min([high, *map(len, prompts)]), high, B).astype(int)
     _check(K and len(prompts) and contexts[0] and repeats > 0 and max(decoder.request) < 0,
            "measuring takes drafts, prompts, repeats, an idle decoder, got {}, {}, {}, {}",
@@ -760,8 +721,7 @@ def measure_costs(decoder, prompts, *, repeats=5) -> CostTable:
         n, depth = shapes[index[1]]
         slots = np.linspace(0, B - 1, n).astype(int)
         probe.lengths[:], probe.ends[:] = contexts, contexts + depth + 1
-        probe.request[:] = -1
-        probe.request[slots] = slots
+        probe.request[:] = np.where(np.isin(range(B), slots), 0, -1)
         done = probe.step()
         times[index] = done.draft_ms, done.ms - done.draft_ms
     drafting, rest = np.median(times[1:], 0).T  # the first repeat warms up
@@ -783,13 +743,12 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     """Text of the target, sped up by the drafter: each token has the target's law.
 
     target, drafter: decoder-only transformers models on one device; a drafter may have
-    the verbs of section 5 instead. prompts: lists of ids. max_new_tokens: one number, or
-    one per prompt. num_speculative_tokens: K; 0 is plain decoding. max_batch_size: how
-    many run at once. eos_token_id: none, one or several. cost, estimator: to go on with.
-    on_step: gets each `Step`, may return a list of running requests to end. sampling:
-    temperature, top_k, top_p of both; generation configs are not read. A seed gives the
-    same tokens with "fixed"; other plans follow the clock, and give the same law. Raises
-    ValueError (input), NotImplementedError (models), FloatingPointError (logits)."""
+    the verbs of section 5 instead. prompts: lists of ids. max_new_tokens: of each, or one
+    number. max_batch_size: how many run at once. eos_token_id: none, one or several.
+    cost, estimator: to go on with. on_step: gets each `Step`, may return requests to end.
+    sampling: temperature, top_k, top_p of both; generation configs are not read. A seed
+    gives the same tokens with "fixed"; other plans follow the clock. Raises ValueError
+    (input), NotImplementedError (models), FloatingPointError (logits)."""
     own = hasattr(drafter, "next_logits") or not num_speculative_tokens
     models = {"target": target, **({} if own else {"drafter": drafter})}
     requests = _check_requests(models, prompts, max_new_tokens)
@@ -817,8 +776,7 @@ def generate(target, drafter, prompts, *, max_new_tokens=128, num_speculative_to
     length = sum(map(len, tokens)) / max(request_steps, 1)
     return Result(tokens, steps, length, decoder.estimator, decoder.cost)
 
-
-# ---- 9. Refusals, by name and value, before any work. (Some need a pass: `try_out`.)
+# ---- 9. Refusals, by name and value, before any work.
 def _vocabulary(model):
     """Tokens that it gives logits of, and tokens that it reads."""
     ends = model.get_output_embeddings(), model.get_input_embeddings()
@@ -826,11 +784,10 @@ def _vocabulary(model):
 
 def _check_requests(models, prompts, max_new_tokens):
     """[(prompt, new tokens)], checked against models {name: model} and each other."""
+    device = getattr(models["target"], "device", None)
     for name, model in models.items():
         _check_model(name, model)
-        device = models["target"].device
-        _check(model.device == device,
-               f"{name} must be on {device} as the target, is on {model.device}")
+        _check(model.device == device, f"{name} must be on {device}, is on {model.device}")
     (V, readable), *others = map(_vocabulary, models.values())
     _check(readable >= V, f"target must read all of its {V} tokens, reads {readable}")
     if others and others[0][0] != V:

@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import tracemalloc
 import types
 import warnings
@@ -924,7 +923,7 @@ def test_the_target_as_its_own_drafter_is_always_accepted(law):
     for K, steps in ((4, 9), (1, 21), (2, 14)):
         reads.clear()
         out = write(target, drafter, prompts_of(5, 1, 17), 41, K, "fixed", **law)
-        assert out.steps == steps == len(reads) - 1 and out.accept_length == 41 / steps
+        assert out.steps == steps == len(reads) and out.accept_length == 41 / steps
 
 
 # ---- Logits and attention.
@@ -953,7 +952,7 @@ def test_logits_from_the_cache_are_those_without_it(heads):
 
 def cover(start, counts):
     """What the calls read for each token; the batch; pairs of queries and keys."""
-    batch, read = av.Ragged(np.arange(len(start)), start, counts, CPU), []
+    batch, read = av.Ragged(start, counts, CPU), []
     for cache, queries, seen, keys in batch.calls:
         rows = torch.arange(len(start))[cache]
         assert queries.shape == (seen.numel(),) and len(rows) == len(seen)
@@ -979,8 +978,8 @@ def test_attention_calls_read_each_query_once_with_all_its_keys():
 def test_slots_that_are_mostly_in_use_are_read_without_a_copy():
     """To gather the cache of 63 slots of 64 copies it in each layer of each pass."""
     for slots, whole in (([0, 1, 3], slice(0, 4)), ([5], slice(5, 6)), ([0, 9], None)):
-        n = np.ones(len(slots), int)
-        (rows, *_), = av.Ragged(np.array(slots), 4 * n, n, CPU).calls
+        n = np.bincount(slots, minlength=12)
+        (rows, *_), = av.Ragged(4 * n, n, CPU).calls
         assert rows == whole if whole else rows.tolist() == slots
 
 def test_one_long_request_does_not_slow_down_the_others():
@@ -1021,7 +1020,7 @@ def test_query_tokens_of_the_target_are_requests_plus_budget(plan):
         new = {*s.requests} - seen
         want.append(len(s.requests) + s.num_verified.sum() + 2 * len(new))
         seen |= new
-    assert [*map(len, reads)] == [2] + want
+    assert [*map(len, reads)] == want
     assert (trimmed > 0) == (plan != "fixed")
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -1091,9 +1090,7 @@ def test_same_seed_same_tokens_and_nothing_of_the_caller_changes():
         assert run(1, **options) == run(1, **options) != run(2, **options), options
     assert run(None) != run(None) and state() == before
     target(torch.tensor(prompts[:1])).logits.sum().backward()  # no inference tensor
-    target.model.last_loss = target.lm_head.weight.sum()  # which has no copy,
-    target.model.lock = threading.Lock()  # nor has this
-    mine, its = [[*m.parameters(), *m.buffers(), m.model.last_loss]
+    mine, its = [[*m.parameters(), *m.buffers()]
                  for m in (target, av.SlotLM(target, 1, 9).model)]
     assert all(x is y for x, y in zip(mine, its))  # no copy of gigabytes
 
@@ -1239,12 +1236,12 @@ def test_layers_that_hide_what_they_attend_to_are_refused():
     mixer.forward = lambda hidden_states, **kwargs: (hidden_states.cumsum(1), None)
     deaf.__class__ = type("Deaf", (LlamaForCausalLM,), {
         "forward": lambda model, logits_to_keep, **kw: LlamaForCausalLM.forward(model, **kw)})
-    for model, message in ((counting, "its layers count"), (deaf, "all logits instead"),
+    for model, message in ((counting, "its layers count"), (deaf, "logits of all"),
                            (mixing, "layers without attention")):
         lm = av.SlotLM(model, 1, 9)
-        for _ in range(2):  # a second try is no pass, either
+        for _ in range(2):  # a second try is refused, too
             with pytest.raises(NotImplementedError, match=f"(LM|Deaf) .*{message}"):
-                lm.commit(np.array([0]), np.array([0]))
+                lm.next_logits(torch.zeros(1, 9).long(), np.array([2]), np.array([0]))
 
 def test_an_error_in_mid_run_is_not_called_a_wrong_family():
     """Only a first pass can show that a model doesn't fit: other errors, and running out
