@@ -71,8 +71,8 @@ def _token_ids(name, ids, V):
 # ==== Part I: the idea. All down to Part II needs torch and numpy only, and copies out.
 # ---- 1. Laws: from logits to probabilities, and from probabilities to a token.
 def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
-    """Logits (..., V) to the float32 law that is drawn from: by temperature (0: one token
-    has all mass), top-k (0: off), top-p. What ties with the last token kept stays."""
+    """Logits (..., V) to the float32 law that is drawn from: by temperature (0: one has
+    all mass), top-k (0: off), top-p. What ties with the last token kept stays."""
     _number("temperature", temperature, 0, 1e6)
     _number("top_k", top_k, 0, 2**62, int)
     _number("top_p", top_p, 1e-300, 1)
@@ -88,7 +88,7 @@ def warp(logits: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
         rest = (1 - top_p) * law.sum(-1, keepdim=True)
         edge = torch.searchsorted(rising.cumsum(-1), rest, right=True)
         law = law.where(law >= rising.gather(-1, edge.clamp(max=law.shape[-1] - 1)), 0.0)
-    return law / law.sum(-1, keepdim=True)  # softmax alone is off by up to 5e-4
+    return law / law.sum(-1, keepdim=True)  # softmax is off by 5e-4
 
 def _softmax(logits, temperature):
     logits = logits.float()
@@ -151,8 +151,8 @@ def logit_q_max(logits: Tensor, temperature: float = 1.0) -> Tensor:
 class AcceptanceEstimator:
     """confidence_i = sigmoid(slope * feature_i + intercept_i), i a draft's position.
 
-    Fitted online to one pair and sampling setting. ridge keeps it solvable without labels;
-    with `damping` labels a coefficient moves half as far. The defaults are vLLM's."""
+    Fitted online to one pair and sampling setting. ridge keeps it solvable without
+    labels; with `damping` labels a coefficient moves half as far (vLLM's defaults)."""
 
     def __init__(self, num_speculative_tokens, *, refit_every=100, ridge=1e-3,
                  damping=50.0, slope=0.5, intercept=-0.2):
@@ -168,10 +168,10 @@ class AcceptanceEstimator:
         """Confidences of features (..., D) of the first D positions, (..., D)."""
         features = np.asarray(features)
         log_odds = self.slope * features + self.intercepts[:features.shape[-1]]
-        return 0.5 + 0.5 * np.tanh(0.5 * log_odds)  # the sigmoid
+        return 0.5 + 0.5 * np.tanh(0.5 * log_odds)  # sigmoid, without an overflow
 
     def observe(self, features, num_verified, accepted):
-        """Add the labels of a step, (R, D), (R,), (R,), and refit after a round of steps.
+        """Add the labels of a step, (R, D), (R,), (R,), and refit after a round.
 
         A draft has a label if it was verified and all before it were accepted."""
         (R, D), counts = np.shape(features), np.array([num_verified, accepted])
@@ -184,8 +184,8 @@ class AcceptanceEstimator:
         f = np.where(labelled, features, 0.0)
         _check((np.abs(f) <= 1e6).all(), "features must be within 1e6, got {}", f)
         c = self.predict(f)
-        # subtle: a sure draft that is rejected has a full error and no curvature. Without
-        # a floor, this one surprise would move an intercept by hundreds.
+        # subtle: a sure draft that is rejected has a full error and no curvature.
+        # Without a floor, this one surprise would move an intercept by hundreds.
         curvature = labelled * np.maximum(c * (1 - c), MIN_CURVATURE)
         error = labelled * (c - (position < accepted))
         self.sums[:, :D] += np.array([curvature * f * f, curvature * f, curvature,
@@ -231,7 +231,7 @@ class CostTable:
                 _number(f"a size of {name}", size, 1, 2**39, int)
                 _number(f"{name}[{size}]", ms, 1e-300, 1e280)
             x, y = np.array(sorted(points.items()), float).T
-            y = np.minimum.accumulate(y[::-1])[::-1]  # no size is dearer than a larger one
+            y = np.minimum.accumulate(y[::-1])[::-1]  # a larger size is no cheaper
             end = 2.0**40
             self.curves.append((np.append(x, end), np.append(y, y[-1] / x[-1] * end)))
 
@@ -242,7 +242,7 @@ class CostTable:
         return self.factors[1] * np.interp(tokens, *self.curves[1])
 
     def learn(self, depth, tokens, draft_ms, verify_ms):
-        """Move the factors towards a step's times. Returns the ms that were expected."""
+        """Move the factors towards a step's times; returns the ms that were expected."""
         expected = self.draft_ms(depth), self.verify_ms(tokens)
         for i, ms in enumerate((draft_ms, verify_ms)):
             if expected[i]:
@@ -327,8 +327,8 @@ class Decoder:
         self.sampling, self.cost = sampling, cost
         if estimator is None and self.plan != "fixed":
             estimator = AcceptanceEstimator(K)
-        of = K if estimator is None else getattr(estimator, "num_speculative_tokens", estimator)
-        _check(of == K, f"estimator must be for K = {K}, is for {of!r}")
+        of = getattr(estimator, "num_speculative_tokens", repr(estimator))
+        _check(estimator is None or of == K, f"estimator must be for K = {K}, is for {of}")
         _check(isinstance(cost, CostTable | None), f"cost must be a CostTable: {cost!r}")
         self.target, self.drafter, self.estimator = target, drafter, estimator
         self.sees = hasattr(drafter, "see")
@@ -421,8 +421,8 @@ class Decoder:
             self.planned = draft_budget(survival, self.cost, self.plan == "adaptive")
         depth, budget = self.planned
         depths = np.minimum(most, depth)
-        # What is never verified is never learned again: in the first step of a round some
-        # requests draft all, and nothing is trimmed.
+        # What is never verified is never learned again: in the first step of a round
+        # some requests draft all, and nothing is trimmed.
         if self.estimator.steps % self.estimator.refit_every == 0:
             depths[:EXPLORERS] = most[:EXPLORERS]
             budget = int(depths.sum())
@@ -435,7 +435,7 @@ class Decoder:
         while len(rows := np.flatnonzero(depths > i)):
             slot, ends = slots[rows], self.lengths[slots[rows]] + i
             logits = self.drafter.next_logits(self.tokens, ends, slot, i, D).float()
-            # What it does not know gets q = 0; a negative pad cuts off what only it knows.
+            # What it doesn't know gets q = 0; a negative pad cuts what only it knows.
             logits = pad(logits, (0, V - logits.shape[1]), value=-torch.inf)
             law = warp(logits, **self.sampling)
             x = sample(law, self.generator)
@@ -453,8 +453,8 @@ class Decoder:
         return (tokens[..., None] == self.eos).any(-1)
 
     def survival(self, features, drafts, depths):
-        """(R, D), 0 behind an end token, -1 where nothing was drafted. LOSSLESS: a draft's
-        survival depends on its law and on the drafts before it, not on itself."""
+        """(R, D), 0 behind an end token, -1 where nothing was drafted.
+        LOSSLESS: it depends on a draft's law and on the drafts before it, not on itself."""
         if not drafts.size:
             return np.zeros(drafts.shape)
         drawn = np.arange(drafts.shape[1]) < depths[:, None]
@@ -509,7 +509,7 @@ from transformers import AttentionInterface, PreTrainedModel
 # ---- 6. The ragged batch: all tokens travel as one row (1, T), so that linear layers
 #    see no padding; attention unpacks them.
 class Ragged:
-    """Where the T tokens of a pass belong: counts (B,) to each slot, from start (B,) on.
+    """Where the T tokens of a pass belong: counts (B,) to each slot, from start (B,).
     Attention pads, so there are `calls`: (cache rows, queries, positions, keys)."""
 
     def __init__(self, start, counts, device):
@@ -517,7 +517,7 @@ class Ragged:
         position, place, size = np.arange(len(slot)) - first[slot], first.copy(), 0
         self.calls, self.layers, self.masks = [], set(), {}
         for rows, width, keys in _attention_calls(counts, start + counts):
-            place[rows] = size + np.arange(len(rows)) * width  # in several: the last counts
+            place[rows] = size + np.arange(len(rows)) * width  # a later call counts
             size += len(rows) * width
             low, high, column = rows[0], rows[-1] + 1, np.arange(width)
             cache = slice(low, high) if high - low == len(rows) else _send(rows, device)
@@ -539,11 +539,12 @@ class Ragged:
             hidden = key > at[..., None]  # (rows, width, keys): later tokens, or void
             if window is not None:
                 hidden |= key <= at[..., None] - window
-            self.masks[number, window] = (hidden.to(dtype) * torch.finfo(dtype).min)[:, None]
+            mask = hidden.to(dtype) * torch.finfo(dtype).min
+            self.masks[number, window] = mask[:, None]
         return self.masks[number, window]
 
 def _attention_calls(widths, ends):
-    """[(rows, width, keys)]: all rows at the usual width and length, then alone each one
+    """[(rows, width, keys)]: all rows at the usual width and length, then alone each
     that is wider, as a prompt is, or longer."""
     def usual(sizes, call):  # of least cost, as a larger row costs itself and `call`
         if len(sizes) == 1:
@@ -639,7 +640,7 @@ class SlotLM:
                 input_ids=ids[None], position_ids=batch.positions[None], cache=self,
                 use_cache=True, ragged=batch, logits_to_keep=some).logits[0]
             if not batch.layers == self.kv.keys() == self.layers or len(logits) > len(keep):
-                raise NotImplementedError("layers without attention, or logits of all tokens")
+                raise NotImplementedError("layers without attention, or all logits")
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
             if self.fits or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -799,7 +800,7 @@ def _check_requests(models, prompts, max_new_tokens):
            "prompts must be lists of token ids, got {!r}", prompts)
     new = getattr(max_new_tokens, "tolist", lambda: max_new_tokens)()
     new = new if isinstance(new, (list, tuple)) else [new] * len(prompts)
-    _check(len(new) == len(prompts), f"max_new_tokens: {len(new)} for {len(prompts)} prompts")
+    _check(len(new) == len(prompts), f"max_new_tokens: {len(new)} for {len(prompts)}")
     ids = [_token_ids(f"prompts[{i}]", prompt, V) for i, prompt in enumerate(prompts)]
     new = [_number("max_new_tokens", n, 0, 2**31, int) for n in new]
     for i, n in enumerate(new):

@@ -1236,7 +1236,7 @@ def test_layers_that_hide_what_they_attend_to_are_refused():
     mixer.forward = lambda hidden_states, **kwargs: (hidden_states.cumsum(1), None)
     deaf.__class__ = type("Deaf", (LlamaForCausalLM,), {
         "forward": lambda model, logits_to_keep, **kw: LlamaForCausalLM.forward(model, **kw)})
-    for model, message in ((counting, "its layers count"), (deaf, "logits of all"),
+    for model, message in ((counting, "its layers count"), (deaf, "all logits"),
                            (mixing, "layers without attention")):
         lm = av.SlotLM(model, 1, 9)
         for _ in range(2):  # a second try is refused, too
