@@ -259,16 +259,15 @@ def draft_budget(survival, cost: CostTable, all_depths=False) -> tuple[int, int]
     drafts K; with `all_depths` the depth is chosen, too."""
     R, K = survival.shape
     deepest = int((survival >= 0).any(0).sum())  # that any request can use
-    best = 0.0, 0, 0
+    choice, fastest = (0, 0), 0.0
     for depth in range(0 if all_depths else deepest, deepest + 1):
-        drafts = survival[:, :depth]
-        drafts = np.sort(drafts[drafts >= 0])[::-1]
-        tokens = np.append(R, drafts).cumsum()  # by budget, from 0 on
+        best = np.sort(survival[:, :depth], axis=None)[::-1]  # negative ones are last
+        tokens = np.append(R, best).cumsum()  # by budget, from 0 on
         ms = cost.draft_ms(depth) + cost.verify_ms(R + np.arange(len(tokens)))
         budget = int((tokens / ms).argmax())
-        if tokens[budget] / ms[budget] > best[0]:
-            best = tokens[budget] / ms[budget], depth, budget
-    return best[1:]
+        if (rate := tokens[budget] / ms[budget]) > fastest:
+            choice, fastest = (depth, budget), rate
+    return choice
 
 def trim(survival: np.ndarray, budget: int) -> np.ndarray:
     """Verified drafts of each request (R,): its share of the `budget` best of all.
@@ -524,7 +523,7 @@ class Ragged:
             queries = np.minimum(first[rows, None] + column, len(slot) - 1).ravel()
             at = _send(start[rows, None] + column, device)
             self.calls.append((cache, _send(queries, device), at, keys))
-        self.even = len(self.calls) == 1 and size == len(slot)
+        self.even = size == len(slot)
         self.longest = (start + counts).max()
         self.slots, self.positions, self.place = (_send(x, device) for x in (
             slot, start[slot] + position, place[slot] + position))  # (T,) each
@@ -555,7 +554,7 @@ def _attention_calls(widths, ends):
 
     rows = np.flatnonzero(widths)
     width, keys = usual(widths[rows], CALL_WIDTH), usual(ends[rows], CALL_LENGTH)
-    alone = np.flatnonzero((widths > width) | (ends > keys))
+    alone = rows[(widths[rows] > width) | (ends[rows] > keys)]
     if (span := rows[-1] + 1 - rows[0]) < 2 * len(rows):
         rows = rows[0] + np.arange(span)  # idle slots, too: a slice needs no copy
     return [(rows, width, keys)] + [
@@ -629,9 +628,9 @@ class SlotLM:
 
     def _forward(self, tokens, slots, counts, keep):
         """Read the next counts (r,) tokens of slots (r,); logits of those to keep."""
-        start, widths = np.zeros((2, self.shape[0]), int)
-        start[slots], widths[slots] = self.cached[slots], counts
-        self.batch = batch = Ragged(start, widths, self.device)
+        widths = np.zeros_like(self.cached)
+        widths[slots] = counts
+        self.batch = batch = Ragged(self.cached, widths, self.device)
         # subtle: an id that a drafter lacks becomes its highest id: any q is lossless.
         ids = tokens[batch.slots, batch.positions].clamp(max=self.readable - 1)
         some = _send(keep, self.device) if len(keep) < len(ids) else 0  # 0: all
